@@ -1,0 +1,141 @@
+"""Who may see whom: one visibility rule for training, prefill, decoding, ragged batches and packing.
+
+Every token of a row has four numbers, held in a `Layout`:
+
+    position   its place in the text, the one that the position embedding gets
+    horizon    it sees clean tokens whose position is below this: position + 1 for a clean token,
+               the first position of its block for a noisy one
+    block      CLEAN for a causally encoded token, else the id of its noisy block
+    document   which text it belongs to; PADDING belongs to none
+
+A query sees a key iff both stand in the same document and
+    the key is noisy and both share a block,          or
+    the key is clean and key.position < query.horizon.
+
+Padding is a document of its own that no real token stands in, so that it needs no case of its own and
+no query is left without a key to see.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+CLEAN = -1
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of a batch of tokens; four integer tensors of one shape."""
+
+    position: Int[Tensor, "batch length"]
+    horizon: Int[Tensor, "batch length"]
+    block: Int[Tensor, "batch length"]
+    document: Int[Tensor, "batch length"]
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(getattr(self, name).shape) for name in FIELDS}
+        if len(shapes) != 1:
+            raise ValueError(f"the four tensors of a Layout must share one shape, got {shapes}")
+
+    def map(self, function) -> "Layout":
+        """The layout whose four tensors are `function` of these."""
+        return Layout(*(function(getattr(self, name)) for name in FIELDS))
+
+    def cat(self, other: "Layout") -> "Layout":
+        """This layout's tokens followed by those of `other`."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in FIELDS)
+        return Layout(*(torch.cat(pair, dim=1) for pair in pairs))
+
+
+FIELDS = ("position", "horizon", "block", "document")
+
+
+def causal_layout(
+    position: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"] | None = None
+) -> Layout:
+    """Clean tokens at these positions: an ordinary causal language model."""
+    if document is None:
+        document = torch.zeros_like(position)
+    return Layout(position, position + 1, torch.full_like(position, CLEAN), document)
+
+
+def decoding_layout(
+    position: Int[Tensor, "batch length"], start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]
+) -> Layout:
+    """Places while decoding: clean before `start`, one noisy block in [start, end), padding from `end` on.
+
+    Covers prefill (start = end = prompt length), the first forward of a block (the previous block, clean,
+    then the new one), later forwards, next-token decoding (start = end), and any mix of these in a batch.
+    Source: arXiv:2509.04185 algorithms 2 and 3, figure 10.
+    """
+    start, end = start[:, None], end[:, None]
+    noisy = (position >= start) & (position < end)
+    padding = position >= end
+    return Layout(
+        position=torch.where(padding, 0, position),
+        horizon=torch.where(padding, 1, torch.where(noisy, start, position + 1)),
+        block=torch.where(noisy, start, CLEAN),
+        document=torch.where(padding, PADDING, 0),
+    )
+
+
+def training_layout(
+    position: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"], block_size: int
+) -> Layout:
+    """Places of [x ; x_hat], 2 * length tokens: the clean text, then its noisy copy cut into blocks.
+
+    Blocks start anew at each document: `position` counts from 0 in every document, so `position // k`
+    numbers the blocks of a document and the document tells equal numbers apart.
+    Raises: ValueError if block_size < 1.
+    Source: arXiv:2509.04185 figures 8 and 9.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    block = position // block_size
+    noisy = Layout(position, block * block_size, block, document)
+    return causal_layout(position, document).cat(noisy)
+
+
+def visible(
+    queries: Layout, keys: Layout, window: int | None = None
+) -> Bool[Tensor, "batch 1 length cache"]:
+    """True where a query sees a key, in the shape that scaled_dot_product_attention takes.
+
+    window: width of a sliding-window layer in positions (a query sees less than `window` back), None for
+    full attention.
+    """
+    q = queries.map(lambda tensor: tensor[:, None, :, None])
+    k = keys.map(lambda tensor: tensor[:, None, None, :])
+    return _sees(q, k, window)
+
+
+def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) -> "BlockMask":
+    """The same rule as a FlexAttention BlockMask, which holds no [length, cache] tensor."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return _sees(
+            queries.map(lambda tensor: tensor[b, i]), keys.map(lambda tensor: tensor[b, j]), window
+        )
+
+    batch, num_queries = queries.position.shape
+    device = queries.position.device
+    return create_block_mask(
+        mask_mod, batch, None, num_queries, keys.position.shape[1], device=str(device)
+    )
+
+
+def _sees(q: Layout, k: Layout, window: int | None) -> Tensor:
+    """The rule itself, for four tensors of any broadcastable shapes."""
+    seen = torch.where(k.block == CLEAN, k.position < q.horizon, k.block == q.block)
+    seen = seen & (k.document == q.document)
+    if window is not None:
+        seen = seen & (q.position - k.position < window)
+    return seen
