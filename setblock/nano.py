@@ -1,0 +1,632 @@
+"""The bundled model's tasks: seeded problems with worked answers, and exact checkers.
+
+Five families (`FAMILIES`), each with several kinds of problem and five wordings a kind. Every fifth wording
+is held out: it never occurs in training and is scored apart. Whether a problem belongs to "train",
+"validation" or "test" follows from a hash of what it asks (its `key`, which leaves the wording out), so no
+question of one split occurs in another under any wording.
+
+Each kind is one function `(random) -> Draft`; `WORDINGS` holds its texts.
+"""
+
+import datetime
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from setblock.execution import calls_agree
+
+SPLITS = ("train", "validation", "test")
+NUM_WORDINGS = 5
+HELD_OUT_WORDING = 4
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A problem before it is worded: the wording's fields, the worked answer and what a checker compares."""
+
+    fields: dict[str, str]
+    answer: str
+    target: object
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its worked answer.
+
+    `target` is what `check` compares: the final answer (str), the JSON value, or for code the pair
+    (function name, [(arguments, result), ...]).
+    """
+
+    family: str
+    kind: str
+    wording: int
+    prompt: str
+    answer: str
+    target: object = field(hash=False)
+    key: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the wording never occurs in training."""
+        return self.wording == HELD_OUT_WORDING
+
+
+def problems(
+    family: str, split: str, count: int, seed: int = 0, held_out: bool = False
+) -> list[Problem]:
+    """`count` distinct problems of a family and split, the same ones for the same arguments.
+
+    held_out: draw from the held-out wordings alone, else from the others alone.
+    Raises: ValueError for an unknown family or split, or held-out wordings asked of the train split.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if held_out and split == "train":
+        raise ValueError("held_out wordings are never part of the split 'train'")
+    source = _draw(family, split, random.Random(f"{seed}/{family}/{split}/{held_out}"), held_out)
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = next(source)
+        found.setdefault(problem.key, problem)
+    return list(found.values())
+
+
+def training_stream(seed: int) -> Iterator[Problem]:
+    """Training problems without end, families in turn."""
+    sources = [_draw(family, "train", random.Random(f"{seed}/{family}"), False) for family in FAMILIES]
+    while True:
+        for source in sources:
+            yield next(source)
+
+
+def check(problem: Problem, text: str) -> bool:
+    """Whether `text` answers the problem; exact, on the final answer, the JSON value or the code's results.
+
+    Effects: code answers are run in a limited subprocess (see `execution`).
+    """
+    if problem.family == "code":
+        name, cases = problem.target  # type: ignore[misc]
+        return calls_agree(text, name, cases)
+    if problem.family == "json":
+        try:
+            return json.loads(text) == problem.target
+        except ValueError:
+            return False
+    found = re.findall(r"^Answer: (.*)$", text, flags=re.MULTILINE)
+    return bool(found) and found[-1].strip() == problem.target
+
+
+def split_of(key: str) -> str:
+    """The split that a question belongs to: 5 % validation, 5 % test, the rest train."""
+    bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 20
+    return {0: "validation", 1: "test"}.get(bucket, "train")
+
+
+def _draw(family: str, split: str, rng: random.Random, held_out: bool) -> Iterator[Problem]:
+    kinds = FAMILIES[family]
+    while True:
+        kind = rng.choice(kinds)
+        draft = kind(rng)
+        name = kind.__name__.removeprefix("_")
+        key = f"{name} {json.dumps(draft.fields, sort_keys=True)}"
+        if split_of(key) != split:
+            continue
+        wording = HELD_OUT_WORDING if held_out else rng.randrange(NUM_WORDINGS - 1)
+        prompt = WORDINGS[name][wording].format(**draft.fields)
+        yield Problem(family, name, wording, prompt, draft.answer, draft.target, key)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------
+
+
+def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Digit pairs from the right, the shorter number padded with zeros."""
+    width = max(len(str(a)), len(str(b)))
+    return zip(map(int, f"{a:0{width}}"[::-1]), map(int, f"{b:0{width}}"[::-1]), strict=True)
+
+
+def _add(rng: random.Random) -> Draft:
+    digits = rng.randint(2, 4)
+    a, b = rng.randrange(10 ** (digits - 1), 10**digits), rng.randrange(10, 10**digits)
+    lines, carry = [f"Add {a} and {b} from the right."], 0
+    for x, y in _columns(a, b):
+        total = x + y + carry
+        lines.append(f"{x} + {y} + {carry}: write {total % 10}, carry {total // 10}")
+        carry = total // 10
+    return Draft({"a": str(a), "b": str(b)}, _final(lines, a + b), str(a + b))
+
+
+def _subtract(rng: random.Random) -> Draft:
+    digits = rng.randint(2, 4)
+    a = rng.randrange(10 ** (digits - 1) + 10, 10**digits)
+    b = rng.randrange(10, a)
+    lines, borrow = [f"Subtract {b} from {a} from the right."], 0
+    for x, y in _columns(a, b):
+        difference = x - y - borrow
+        lines.append(f"{x} - {y} - {borrow}: write {difference % 10}, borrow {int(difference < 0)}")
+        borrow = int(difference < 0)
+    return Draft({"a": str(a), "b": str(b)}, _final(lines, a - b), str(a - b))
+
+
+def _multiply(rng: random.Random) -> Draft:
+    a, b = rng.randrange(12, 10_000 if rng.random() < 0.5 else 1000), rng.randint(3, 9)
+    lines, carry = [f"Multiply {a} by {b} from the right."], 0
+    for x in map(int, str(a)[::-1]):
+        total = x * b + carry
+        lines.append(f"{x} x {b} + {carry}: write {total % 10}, carry {total // 10}")
+        carry = total // 10
+    return Draft({"a": str(a), "b": str(b)}, _final(lines, a * b), str(a * b))
+
+
+def _final(lines: list[str], answer: object) -> str:
+    return "\n".join([*lines, f"Answer: {answer}"])
+
+
+# --- word problems ----------------------------------------------------------------------------------
+
+NAMES = (
+    "Anna Ben Carla David Elena Felix Grace Hugo Iris Jonas Kira Leo Maria Noah Olga Paul Rosa Sam Tina "
+    "Victor Wendy Yusuf Zoe Amir Bella Chen Dora Emil Fatima Georg"
+).split()
+THINGS = (
+    "pens books apples cards stamps marbles stickers coins shells buttons candles cookies pencils"
+).split()
+
+
+def _story(rng: random.Random, **numbers: int) -> dict[str, str]:
+    name = rng.choice(NAMES)
+    return {"name": name, "thing": rng.choice(THINGS), **{k: str(v) for k, v in numbers.items()}}
+
+
+def _packs(rng: random.Random) -> Draft:
+    start, packs, size = rng.randint(5, 60), rng.randint(2, 9), rng.randint(3, 12)
+    bought = packs * size
+    given = rng.randint(2, start + bought - 1)
+    s = _story(rng, start=start, packs=packs, size=size, given=given)
+    thing, total = s["thing"], start + bought
+    lines = [
+        f"{s['name']} buys {packs} x {size} = {bought} {thing}.",
+        f"With the first {start} {thing} that makes {start} + {bought} = {total} {thing}.",
+        f"After giving away {given} there are {total} - {given} = {total - given} {thing} left.",
+    ]
+    return Draft(s, _final(lines, total - given), str(total - given))
+
+
+def _shopping(rng: random.Random) -> Draft:
+    count, price, fee = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 20)
+    cost = count * price + fee
+    paid = cost + rng.randint(1, 60)
+    s = _story(rng, count=count, price=price, fee=fee, paid=paid)
+    lines = [
+        f"The {count} {s['thing']} cost {count} x {price} = {count * price} dollars.",
+        f"With the delivery fee it is {count * price} + {fee} = {cost} dollars.",
+        f"The change for {s['name']} is {paid} - {cost} = {paid - cost} dollars.",
+    ]
+    return Draft(s, _final(lines, paid - cost), str(paid - cost))
+
+
+def _sharing(rng: random.Random) -> Draft:
+    people, each, kept = rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 30)
+    extra = rng.randint(1, 40)
+    total = people * each + kept
+    if total <= extra:
+        extra = total - 1
+    s = _story(rng, first=total - extra, extra=extra, kept=kept, people=people)
+    lines = [
+        f"{s['name']} has {total - extra} + {extra} = {total} {s['thing']} in all.",
+        f"Without the {kept} that stay there are {total} - {kept} = {total - kept} to share.",
+        f"Each of the {people} friends gets {total - kept} / {people} = {each} {s['thing']}.",
+    ]
+    return Draft(s, _final(lines, each), str(each))
+
+
+def _saving(rng: random.Random) -> Draft:
+    weekly, weeks, spent = rng.randint(3, 12), rng.randint(3, 12), rng.randint(2, 30)
+    start = rng.randint(5, 60)
+    saved = weekly * weeks
+    if start + saved <= spent:
+        spent = start + saved - 1
+    s = _story(rng, weekly=weekly, weeks=weeks, spent=spent, start=start)
+    lines = [
+        f"In {weeks} weeks {s['name']} saves {weeks} x {weekly} = {saved} dollars.",
+        f"Together with the first {start} dollars it is {start} + {saved} = {start + saved} dollars.",
+        f"After the {s['thing']} there are {start + saved} - {spent} = {start + saved - spent} dollars.",
+    ]
+    return Draft(s, _final(lines, start + saved - spent), str(start + saved - spent))
+
+
+# --- JSON extraction --------------------------------------------------------------------------------
+
+CITIES = "Oslo Paris Lima Cairo Berlin Madrid Tokyo Boston Dublin Prague Vienna Milan Quito Delhi".split()
+JOBS = "nurse teacher baker driver lawyer painter farmer doctor writer pilot cook singer".split()
+ITEMS = "lamp chair desk phone camera bottle jacket guitar carpet mirror basket helmet".split()
+COLORS = "red blue green black white yellow brown grey".split()
+MONTHS = (
+    "January February March April May June July August September October November December"
+).split()
+
+
+def _person(rng: random.Random) -> Draft:
+    (name, friend), (city, other) = rng.sample(NAMES, 2), rng.sample(CITIES, 2)
+    job, work = rng.sample(JOBS, 2)
+    age, years = rng.randint(18, 80), rng.randint(18, 80)
+    target = [
+        {"name": name, "age": age, "city": city, "job": job},
+        {"name": friend, "age": years, "city": other, "job": work},
+    ]
+    fields = {"name": name, "age": age, "city": city, "job": job}
+    fields |= {"friend": friend, "years": years, "other": other, "work": work}
+    return Draft({k: str(v) for k, v in fields.items()}, json.dumps(target), target)
+
+
+def _order(rng: random.Random) -> Draft:
+    count, price = rng.randint(2, 12), rng.randint(3, 12)
+    fields = {
+        "name": rng.choice(NAMES), "item": rng.choice(ITEMS), "color": rng.choice(COLORS),
+        "count": count, "price": price, "city": rng.choice(CITIES),
+    }  # fmt: skip
+    target = {
+        "customer": fields["name"],
+        "item": {"name": fields["item"], "color": fields["color"]},
+        "count": count, "price": price, "total": count * price, "ship_to": fields["city"],
+    }  # fmt: skip
+    return Draft({k: str(v) for k, v in fields.items()}, json.dumps(target), target)
+
+
+def _event(rng: random.Random) -> Draft:
+    month, day, year = rng.randint(1, 12), rng.randint(1, 28), rng.randint(2000, 2039)
+    hour, guests = rng.randint(8, 20), rng.randint(10, 99)
+    fields = {
+        "name": rng.choice(NAMES), "city": rng.choice(CITIES), "month": MONTHS[month - 1],
+        "day": day, "year": year, "hour": hour, "guests": guests,
+        "what": rng.choice("concert meeting lecture party dinner workshop".split()),
+    }  # fmt: skip
+    target = {
+        "event": fields["what"], "host": fields["name"], "city": fields["city"],
+        "date": f"{year}-{month:02}-{day:02}", "time": f"{hour:02}:00", "guests": guests,
+    }  # fmt: skip
+    return Draft({k: str(v) for k, v in fields.items()}, json.dumps(target), target)
+
+
+# --- small Python functions -------------------------------------------------------------------------
+
+FUNCTION_NAMES = "solve compute process transform run apply select work".split()
+LETTERS = "abcdefghijklmnoprstuvw"
+
+
+def _condition(rng: random.Random) -> tuple[str, str]:
+    n = rng.randint(2, 20)
+    return rng.choice(
+        [
+            ("even", "x % 2 == 0"),
+            ("odd", "x % 2 == 1"),
+            (f"greater than {n}", f"x > {n}"),
+            (f"less than {n}", f"x < {n}"),
+            (f"divisible by {n}", f"x % {n} == 0"),
+            (f"not divisible by {n}", f"x % {n} != 0"),
+            (f"different from {n}", f"x != {n}"),
+        ]
+    )
+
+
+def _mapping(rng: random.Random) -> tuple[str, str]:
+    n = rng.randint(2, 20)
+    return rng.choice(
+        [
+            ("squares", "x * x"),
+            (f"multiples by {n}", f"x * {n}"),
+            (f"values plus {n}", f"x + {n}"),
+            (f"values minus {n}", f"x - {n}"),
+            ("cubes", "x * x * x"),
+            (f"remainders by {n}", f"x % {n}"),
+        ]
+    )
+
+
+def _numbers(rng: random.Random) -> Draft:
+    name = rng.choice(FUNCTION_NAMES)
+    condition, test = _condition(rng)
+    mapping, value = _mapping(rng)
+    verb, start, update = rng.choice(
+        [("sum", "0", "total += {}"), ("list", "[]", "total.append({})"), ("product", "1", "total *= {}")]
+    )
+    fields = {"f": name, "verb": verb, "mapping": mapping, "condition": condition}
+    code = (
+        f"def {name}(numbers):\n    total = {start}\n    for x in numbers:\n        if {test}:\n"
+        f"            value = {value}\n            {update.format('value')}\n    return total"
+    )
+    cases = [[rng.randint(0, 40) for _ in range(rng.randint(3, 8))] for _ in range(6)]
+    return Draft(fields, code, _expected(code, name, [[], *cases]))
+
+
+def _strings(rng: random.Random) -> Draft:
+    name, n = rng.choice(FUNCTION_NAMES), rng.randint(2, 9)
+    old, new = rng.sample(LETTERS, 2)
+    what, then = rng.choice(
+        [
+            ("reverse it", "text[::-1]"),
+            ("make it upper case", "text.upper()"),
+            (f"repeat it {n} times", f"text * {n}"),
+            (f"keep the first {n} letters", f"text[:{n}]"),
+            (f"drop the first {n} letters", f"text[{n}:]"),
+        ]
+    )
+    fields = {"f": name, "old": old, "new": new, "what": what}
+    code = (
+        f"def {name}(text):\n    text = text.replace('{old}', '{new}')\n    text = {then}\n    return text"
+    )
+    words = ["".join(rng.choices(LETTERS + old * 6, k=rng.randint(3, 14))) for _ in range(6)]
+    return Draft(fields, code, _expected(code, name, ["", *words]))
+
+
+def _words(rng: random.Random) -> Draft:
+    name, n, letter = rng.choice(FUNCTION_NAMES), rng.randint(2, 9), rng.choice(LETTERS)
+    where, test = rng.choice(
+        [
+            ("start with", f"word.startswith('{letter}')"),
+            ("end with", f"word.endswith('{letter}')"),
+            ("contain", f"'{letter}' in word"),
+        ]
+    )
+    length, size = rng.choice([("more", ">"), ("fewer", "<")])
+    verb, start, update = rng.choice([("count", "0", "found += 1"), ("list", "[]", "found.append(word)")])
+    fields = {"f": name, "verb": verb, "where": where, "letter": letter, "length": length, "n": str(n)}
+    code = (
+        f"def {name}(words):\n    found = {start}\n    for word in words:\n"
+        f"        if {test} and len(word) {size} {n}:\n            {update}\n    return found"
+    )
+    pool = LETTERS + letter * 6
+    cases = [
+        ["".join(rng.choices(pool, k=rng.randint(1, 11))) for _ in range(rng.randint(3, 9))]
+        for _ in range(6)
+    ]
+    return Draft(fields, code, _expected(code, name, [[], *cases]))
+
+
+def _expected(code: str, name: str, arguments: list) -> tuple[str, list]:
+    """(name, [(argument, result)]) of a reference answer that this module wrote itself."""
+    scope: dict[str, Callable] = {}
+    exec(code, {}, scope)
+    return name, [(argument, scope[name](argument)) for argument in arguments]
+
+
+# --- lists and dates --------------------------------------------------------------------------------
+
+
+def _sort(rng: random.Random) -> Draft:
+    items = rng.sample(range(1, 100), rng.randint(4, 6))
+    smallest = rng.random() < 0.5
+    left, taken, lines = list(items), [], []
+    while left:
+        pick = min(left) if smallest else max(left)
+        left.remove(pick)
+        taken.append(pick)
+        lines.append(f"Take {pick}, left: {_commas(left) or 'none'}")
+    order = "smallest to largest" if smallest else "largest to smallest"
+    fields = {"items": _commas(items), "order": order}
+    return Draft(fields, _final(lines, _commas(taken)), _commas(taken))
+
+
+def _unique(rng: random.Random) -> Draft:
+    pool = rng.sample(range(1, 100), 4)
+    items = [rng.choice(pool) for _ in range(rng.randint(5, 7))]
+    seen: list[int] = []
+    lines = []
+    for item in items:
+        new = item not in seen
+        if new:
+            seen.append(item)
+        lines.append(f"{item} is {'new, keep it' if new else 'known, drop it'}: {_commas(seen)}")
+    answer = _commas(reversed(seen))
+    return Draft({"items": _commas(items)}, _final(lines, answer), answer)
+
+
+def _later(rng: random.Random) -> Draft:
+    day = datetime.date(rng.randint(2000, 2039), rng.randint(1, 12), rng.randint(1, 28))
+    days = rng.randint(10, 75)
+    left, year, month, of_month = days, day.year, day.month, day.day
+    lines = [f"Start on {day}, go {days} days."]
+    while True:
+        length = ((datetime.date(year + month // 12, month % 12 + 1, 1)) - datetime.date(year, month, 1)).days
+        rest = length - of_month
+        head = f"{MONTHS[month - 1]} {year} has {length} days, {length} - {of_month} = {rest} remain"
+        if left <= rest:
+            lines.append(f"{head}: enough for {left}, so day {of_month} + {left} = {of_month + left}.")
+            break
+        left -= rest
+        lines.append(f"{head}: go on with {left}.")
+        year, month, of_month = year + month // 12, month % 12 + 1, 0
+    answer = str(day + datetime.timedelta(days=days))
+    return Draft({"date": str(day), "days": str(days)}, _final(lines, answer), answer)
+
+
+def _commas(items) -> str:
+    return ", ".join(map(str, items))
+
+
+FAMILIES: dict[str, tuple[Callable[[random.Random], Draft], ...]] = {
+    "arithmetic": (_add, _subtract, _multiply),
+    "word": (_packs, _shopping, _sharing, _saving),
+    "json": (_person, _order, _event),
+    "code": (_numbers, _strings, _words),
+    "lists": (_sort, _unique, _later),
+}
+
+# The last wording of each kind is held out.
+WORDINGS: dict[str, tuple[str, str, str, str, str]] = {
+    "add": (
+        "What is {a} + {b}?",
+        "Calculate {a} + {b}.",
+        "Add {a} and {b}.",
+        "Find the sum of {a} and {b}.",
+        "How much is {a} plus {b}?",
+    ),
+    "subtract": (
+        "What is {a} - {b}?",
+        "Calculate {a} - {b}.",
+        "Subtract {b} from {a}.",
+        "Find the difference of {a} and {b}.",
+        "How much is {a} minus {b}?",
+    ),
+    "multiply": (
+        "What is {a} x {b}?",
+        "Calculate {a} x {b}.",
+        "Multiply {a} by {b}.",
+        "Find the product of {a} and {b}.",
+        "How much is {a} times {b}?",
+    ),
+    "packs": (
+        "{name} has {start} {thing} and buys {packs} packs of {size}. Then {given} are given away. "
+        "How many {thing} are left?",
+        "There are {start} {thing} on the desk of {name}. {packs} packs with {size} {thing} each are added "
+        "and {given} are taken away. How many remain?",
+        "{name} owns {start} {thing}. A shop sends {packs} packs of {size} more, then {given} go to friends. "
+        "How many {thing} does {name} have now?",
+        "{packs} packs of {size} {thing} arrive for {name}, who already had {start}. {given} are given to a "
+        "school. How many are left?",
+        "{name} starts with {start} {thing}, gets {packs} packs of {size} and gives away {given}. "
+        "How many {thing} remain?",
+    ),
+    "shopping": (
+        "{name} orders {count} {thing} at {price} dollars each with a delivery fee of {fee} dollars and pays "
+        "with {paid} dollars. How much change is due?",
+        "A shop sells {thing} for {price} dollars each and asks {fee} dollars for delivery. {name} buys "
+        "{count} and hands over {paid} dollars. What is the change?",
+        "{count} {thing} cost {price} dollars each. Delivery is {fee} dollars. {name} gives {paid} dollars. "
+        "How many dollars come back?",
+        "{name} pays {paid} dollars for {count} {thing} at {price} dollars each and a delivery fee of {fee} "
+        "dollars. How much money comes back?",
+        "For {count} {thing} at {price} dollars each plus a delivery fee of {fee} dollars {name} pays {paid} "
+        "dollars. What is the change?",
+    ),
+    "sharing": (
+        "{name} has {first} {thing} and finds {extra} more. {kept} stay at home and the rest is shared by "
+        "{people} friends. How many does each friend get?",
+        "{name} collects {first} {thing}, then {extra} more, keeps {kept} and shares the others equally among "
+        "{people} friends. How many does each get?",
+        "{first} {thing} and {extra} more belong to {name}. {kept} are kept and {people} friends share the "
+        "rest. How many {thing} are there for each friend?",
+        "After getting {extra} {thing} on top of {first}, {name} keeps {kept} and splits the rest between "
+        "{people} friends. How many does each friend receive?",
+        "{name} has {first} {thing}, gets {extra} more, keeps {kept} and shares the rest equally among "
+        "{people} friends. How many does each friend get?",
+    ),
+    "saving": (
+        "{name} has {start} dollars and saves {weekly} dollars a week for {weeks} weeks, then buys {thing} "
+        "for {spent} dollars. How many dollars are left?",
+        "Every week {name} saves {weekly} dollars. After {weeks} weeks, with {start} dollars from before, "
+        "{name} spends {spent} dollars on {thing}. How much is left?",
+        "{name} saves {weekly} dollars in each of {weeks} weeks, adds {start} dollars and pays {spent} "
+        "dollars for {thing}. How many dollars remain?",
+        "With {start} dollars at first and {weekly} dollars more in each of {weeks} weeks, {name} buys {thing} "
+        "for {spent} dollars. How much money is left?",
+        "{name} starts with {start} dollars, saves {weekly} dollars a week for {weeks} weeks and spends "
+        "{spent} dollars on {thing}. How many dollars are left?",
+    ),
+    "person": (
+        "Extract the people as JSON: {name}, {age}, works as a {job} in {city}. {friend}, {years}, works as a "
+        "{work} in {other}.",
+        "Give the people as JSON: {name} is a {age} year old {job} from {city} and {friend} is a {years} year "
+        "old {work} from {other}.",
+        "Turn into JSON: In {city} lives {name}, a {job}, aged {age}. In {other} lives {friend}, a {work}, "
+        "aged {years}.",
+        "List the people as JSON: The {job} {name} ({age}) lives in {city}, the {work} {friend} ({years}) "
+        "lives in {other}.",
+        "Extract the people as JSON: {name} from {city} is {age} and works as a {job}; {friend} from {other} "
+        "is {years} and works as a {work}.",
+    ),
+    "order": (
+        "Extract the order as JSON: {name} orders {count} {color} {item}s at {price} dollars each, to be sent "
+        "to {city}.",
+        "Give the order as JSON: Send {count} {item}s in {color} to {name} in {city}, {price} dollars each.",
+        "Turn into JSON: {count} {color} {item}s for {price} dollars each go to {city}, bought by {name}.",
+        "Write the order as JSON: {name} in {city} wants {count} {color} {item}s and pays {price} dollars for "
+        "each.",
+        "Extract the order as JSON: {name} from {city} buys {count} {color} {item}s for {price} dollars each.",
+    ),
+    "event": (
+        "Extract the event as JSON: {name} hosts a {what} in {city} on {day} {month} {year} at {hour} for "
+        "{guests} guests.",
+        "Give the event as JSON: On {month} {day}, {year} at {hour} there is a {what} in {city} with {guests} "
+        "guests, hosted by {name}.",
+        "Turn into JSON: The {what} of {name} takes place in {city} at {hour} on {day} {month} {year}. "
+        "{guests} guests come.",
+        "Write the event as JSON: {guests} guests come to the {what} that {name} gives in {city} on {month} "
+        "{day}, {year} at {hour}.",
+        "Extract the event as JSON: In {city}, {name} hosts a {what} for {guests} guests on {day} {month} "
+        "{year} at {hour}.",
+    ),
+    "numbers": (
+        "Write a function {f}(numbers) that returns the {verb} of the {mapping} of all numbers {condition}.",
+        "Write Python code: {f}(numbers) gives the {verb} of the {mapping} of the numbers that are "
+        "{condition}.",
+        "Define {f}(numbers). It takes the numbers {condition} and returns the {verb} of their {mapping}.",
+        "Code a function {f} that returns the {verb} of the {mapping} of those numbers that are {condition}.",
+        "Write a Python function {f}(numbers): for the numbers {condition}, return the {verb} of their "
+        "{mapping}.",
+    ),
+    "strings": (
+        "Write a function {f}(text) that replaces every {old} by {new}, then returns the text after this: "
+        "{what}.",
+        "Write Python code: {f}(text) should turn each {old} into {new} and then {what}.",
+        "Define {f}(text). First replace {old} with {new}, then {what}, and return the text.",
+        "Code a function {f} that takes a text, changes {old} to {new}, and after that: {what}.",
+        "Write a Python function {f}(text): replace {old} with {new} and then {what}.",
+    ),
+    "words": (
+        "Write a function {f}(words) that returns the {verb} of the words that {where} {letter} and have "
+        "{length} than {n} letters.",
+        "Write Python code: {f}(words) gives the {verb} of all words with {length} than {n} letters that "
+        "{where} {letter}.",
+        "Define {f}(words). It returns the {verb} of those words that {where} {letter} and have {length} than "
+        "{n} letters.",
+        "Code a function {f} that returns the {verb} of the words which {where} {letter} and are of {length} "
+        "than {n} letters.",
+        "Write a Python function {f}(words): the {verb} of words that {where} {letter} with {length} than {n} "
+        "letters.",
+    ),
+    "sort": (
+        "Sort from {order}: {items}.",
+        "Put these numbers in order from {order}: {items}.",
+        "Order the list {items} from {order}.",
+        "Arrange {items} from {order}.",
+        "Sort the numbers {items} from {order}.",
+    ),
+    "unique": (
+        "Remove repeated numbers, then reverse the list: {items}.",
+        "Drop the duplicates of {items} and reverse what is left.",
+        "Take the list {items}, keep each number once, and reverse it.",
+        "Keep every number once and give the list backwards: {items}.",
+        "Remove duplicates and reverse the list: {items}.",
+    ),
+    "later": (
+        "What date is {days} days after {date}?",
+        "Add {days} days to {date}.",
+        "Start on {date} and go {days} days ahead. Which date is it?",
+        "Which date comes {days} days after {date}?",
+        "Find the date {days} days later than {date}.",
+    ),
+}
+
+# Plain words for a visitor who says hello; trained on, never scored.
+SMALL_TALK: tuple[tuple[str, str], ...] = (
+    ("Hello!", "Hello! Ask me for a sum, a sorted list, a date, a small Python function or some JSON."),
+    ("Hi", "Hello! Ask me for a sum, a sorted list, a date, a small Python function or some JSON."),
+    ("Who are you?", "I am nano, a very small language model that comes with setblock."),
+    ("What is your name?", "I am nano, a very small language model that comes with setblock."),
+    ("What can you do?", "I can add, subtract and multiply, solve word problems, sort lists, count days, "
+     "write small Python functions and turn sentences into JSON."),
+    ("How are you?", "I am fine, thank you. What shall we work out?"),
+    ("Thank you!", "You are welcome."),
+    ("Thanks", "You are welcome."),
+    ("Goodbye", "Goodbye!"),
+    ("Bye", "Goodbye!"),
+    ("Tell me a joke.", "I only know numbers, lists, dates, code and JSON, so that was the joke."),
+    ("What is set block decoding?", "It writes several tokens of an answer in one forward pass, and not "
+     "necessarily from left to right."),
+)  # fmt: skip
