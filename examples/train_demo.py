@@ -2,8 +2,8 @@
 
     python examples/train_demo.py --output-dir runs/nano
 
-Stages run in order and resume where they were stopped. The twin and the SBD model start from the same base and
-see the same problems in the same order for the same number of steps.
+Stages run in order and resume where they were stopped. The twin and the SBD model start from the same
+base and see the same problems in the same order for the same number of steps.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from setblock import nano
+from setblock.train import SBDConfig, SBDTrainer
 
 VOCABULARY_SIZE = 1024
 CHAT_TEMPLATE = (
@@ -27,10 +28,20 @@ CHAT_TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-SPECIAL_TOKENS = ["<|pad|>", "<|begin|>", "<|end|>", "<|mask|>", "<|user|>", "<|assistant|>", "<|system|>"]
+SPECIAL_TOKENS = [
+    "<|pad|>",
+    "<|begin|>",
+    "<|end|>",
+    "<|mask|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+]
 SMALL_TALK_EVERY = 60
 PLAIN_EVERY = 10
-MICRO_BATCHES = 4  # the problems of a step, sorted by length, go through in four parts: little padding
+MICRO_BATCHES = (
+    4  # the problems of a step, sorted by length, go through in four parts: little padding
+)
 
 
 def build_tokenizer(num_problems: int = 20_000) -> PreTrainedTokenizerFast:
@@ -93,11 +104,11 @@ def build_dataset(
     The rows of each step are sorted by length, so that its micro-batches need little padding.
     """
     rows: list[dict[str, list[int]]] = []
-    stream = nano.training_stream(seed)
+    stream, small_talk = nano.training_stream(seed), nano.texts()["small_talk"]
     end = tokenizer.eos_token_id
     for index in range(steps * batch_size):
         if index % SMALL_TALK_EVERY == 0:
-            prompt, answer = nano.SMALL_TALK[index // SMALL_TALK_EVERY % len(nano.SMALL_TALK)]
+            prompt, answer = small_talk[index // SMALL_TALK_EVERY % len(small_talk)]
         else:
             problem = next(stream)
             prompt, answer = problem.prompt, problem.answer
@@ -112,7 +123,9 @@ def build_dataset(
         mask = [0] * len(head_ids) + [1] * len(answer_ids)
         rows.append({"input_ids": head_ids + answer_ids, "completion_mask": mask})
     batches = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
-    ordered = [row for batch in batches for row in sorted(batch, key=lambda row: len(row["input_ids"]))]
+    ordered = [
+        row for batch in batches for row in sorted(batch, key=lambda row: len(row["input_ids"]))
+    ]
     return Dataset.from_list(ordered)
 
 
@@ -141,13 +154,19 @@ def settings(output_dir: Path, steps: int, batch_size: int, **more: Any) -> dict
     )
 
 
-def train_base(tokenizer: PreTrainedTokenizerFast, folder: Path, steps: int, batch_size: int) -> None:
+def train_base(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, steps: int, batch_size: int
+) -> None:
     """An ordinary next-token model, by trl's own trainer, at a constant rate after the warm-up."""
     trainer = SFTTrainer(
         model=build_model(tokenizer),
         args=SFTConfig(
             **settings(
-                folder, steps, batch_size, lr_scheduler_type="constant_with_warmup", warmup_steps=200
+                folder,
+                steps,
+                batch_size,
+                lr_scheduler_type="constant_with_warmup",
+                warmup_steps=200,
             )
         ),
         train_dataset=build_dataset(tokenizer, steps, batch_size, seed=1),
@@ -156,22 +175,57 @@ def train_base(tokenizer: PreTrainedTokenizerFast, folder: Path, steps: int, bat
     finish(trainer, folder)
 
 
+def train_from_base(
+    tokenizer: PreTrainedTokenizerFast,
+    base: Path,
+    folder: Path,
+    objective: str,
+    steps: int,
+    batch_size: int,
+) -> None:
+    """The NTP twin (objective "ntp") or the SBD model ("sbd"): base, data, order and steps are alike."""
+    trainer = SBDTrainer(
+        model=LlamaForCausalLM.from_pretrained(base, dtype=torch.float32),
+        args=SBDConfig(
+            **settings(folder, steps, batch_size, lr_scheduler_type="cosine", warmup_steps=100),
+            objective=objective,
+        ),
+        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=2),
+        processing_class=tokenizer,
+    )
+    finish(trainer, folder)
+
+
 def finish(trainer: SFTTrainer, folder: Path) -> None:
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.train(
+        resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    )
     trainer.save_model(str(folder))
     (folder / "log.json").write_text(json.dumps(trainer.state.log_history))
 
 
 def main(
-    output_dir: Annotated[Path, typer.Option(help="Where the stages' folders go.")] = Path("runs/nano"),
-    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 2000,
+    output_dir: Annotated[Path, typer.Option(help="Where the stages' folders go.")] = Path(
+        "runs/nano"
+    ),
+    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1800,
+    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 1500,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
+    only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:
     """Train the nano models; about two hours on two CPU cores."""
     tokenizer = build_tokenizer()
     base = output_dir / "base"
-    if not (base / "model.safetensors").exists():
-        train_base(tokenizer, base, base_steps, batch_size)
+    stages = {
+        "base": lambda folder: train_base(tokenizer, folder, base_steps, batch_size),
+        "twin": lambda folder: train_from_base(tokenizer, base, folder, "ntp", steps, batch_size),
+        "sbd": lambda folder: train_from_base(tokenizer, base, folder, "sbd", steps, batch_size),
+    }
+    if only and only not in stages:
+        raise typer.BadParameter(f"--only must be one of {', '.join(stages)}, got {only!r}")
+    for name, train in stages.items():
+        if only in ("", name) and not (output_dir / name / "model.safetensors").exists():
+            train(output_dir / name)
 
 
 if __name__ == "__main__":

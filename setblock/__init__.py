@@ -1,1 +1,29 @@
 """Set block decoding: several tokens per forward from an ordinary causal language model."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from setblock.generation import Generation, Reveal, generate, stream
+    from setblock.model import Model, ModelError, load
+
+__all__ = ["Generation", "Model", "ModelError", "Reveal", "generate", "load", "stream"]
+
+_HOMES = {
+    "Generation": "generation",
+    "Model": "model",
+    "ModelError": "model",
+    "Reveal": "generation",
+    "generate": "generation",
+    "load": "model",
+    "stream": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first asked for: transformers takes seconds to import."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'setblock' has no attribute {name!r}")
+    value = getattr(import_module(f"setblock.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

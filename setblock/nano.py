@@ -1,20 +1,23 @@
 """The bundled model's tasks: seeded problems with worked answers, and exact checkers.
 
-Five families (`FAMILIES`), each with several kinds of problem and five wordings a kind. Every fifth wording
-is held out: it never occurs in training and is scored apart. Whether a problem belongs to "train",
-"validation" or "test" follows from a hash of what it asks (its `key`, which leaves the wording out), so no
-question of one split occurs in another under any wording.
+Five families (`FAMILIES`), each with several kinds of problem and five wordings a kind. Every fifth
+wording is held out: it never occurs in training and is scored apart. Whether a problem belongs to
+"train", "validation" or "test" follows from a hash of what it asks (its `key`, which leaves the
+wording out), so no question of one split occurs in another under any wording.
 
-Each kind is one function `(random) -> Draft`; `WORDINGS` holds its texts.
+Each kind is one function `(random) -> Draft`; `nano.json` holds its wordings.
 """
 
 import datetime
+import functools
 import hashlib
 import json
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from setblock.execution import calls_agree
 
@@ -25,7 +28,7 @@ HELD_OUT_WORDING = 4
 
 @dataclass(frozen=True)
 class Draft:
-    """A problem before it is worded: the wording's fields, the worked answer and what a checker compares."""
+    """A problem before it is worded: its fields, the worked answer and what a checker compares."""
 
     fields: dict[str, str]
     answer: str
@@ -60,7 +63,7 @@ def problems(
     """`count` distinct problems of a family and split, the same ones for the same arguments.
 
     held_out: draw from the held-out wordings alone, else from the others alone.
-    Raises: ValueError for an unknown family or split, or held-out wordings asked of the train split.
+    Raises: ValueError for an unknown family or split, or for held-out wordings of the train split.
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
@@ -78,14 +81,16 @@ def problems(
 
 def training_stream(seed: int) -> Iterator[Problem]:
     """Training problems without end, families in turn."""
-    sources = [_draw(family, "train", random.Random(f"{seed}/{family}"), False) for family in FAMILIES]
+    sources = [
+        _draw(family, "train", random.Random(f"{seed}/{family}"), False) for family in FAMILIES
+    ]
     while True:
         for source in sources:
             yield next(source)
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether `text` answers the problem; exact, on the final answer, the JSON value or the code's results.
+    """Whether `text` answers the problem: exactly the right final answer, JSON value or function.
 
     Effects: code answers are run in a limited subprocess (see `execution`).
     """
@@ -107,6 +112,16 @@ def split_of(key: str) -> str:
     return {0: "validation", 1: "test"}.get(bucket, "train")
 
 
+@functools.cache
+def texts() -> dict[str, Any]:
+    """The texts of nano.json.
+
+    wordings: kind -> five wordings, the last one held out.
+    small_talk: (prompt, answer) pairs for a visitor who says hello; trained on, never scored.
+    """
+    return json.loads(Path(__file__).with_name("nano.json").read_text())
+
+
 def _draw(family: str, split: str, rng: random.Random, held_out: bool) -> Iterator[Problem]:
     kinds = FAMILIES[family]
     while True:
@@ -117,11 +132,11 @@ def _draw(family: str, split: str, rng: random.Random, held_out: bool) -> Iterat
         if split_of(key) != split:
             continue
         wording = HELD_OUT_WORDING if held_out else rng.randrange(NUM_WORDINGS - 1)
-        prompt = WORDINGS[name][wording].format(**draft.fields)
+        prompt = texts()["wordings"][name][wording].format(**draft.fields)
         yield Problem(family, name, wording, prompt, draft.answer, draft.target, key)
 
 
-# --- arithmetic -------------------------------------------------------------------------------------
+# Arithmetic
 
 
 def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
@@ -167,11 +182,11 @@ def _final(lines: list[str], answer: object) -> str:
     return "\n".join([*lines, f"Answer: {answer}"])
 
 
-# --- word problems ----------------------------------------------------------------------------------
+# Word problems
 
 NAMES = (
-    "Anna Ben Carla David Elena Felix Grace Hugo Iris Jonas Kira Leo Maria Noah Olga Paul Rosa Sam Tina "
-    "Victor Wendy Yusuf Zoe Amir Bella Chen Dora Emil Fatima Georg"
+    "Anna Ben Carla David Elena Felix Grace Hugo Iris Jonas Kira Leo Maria Noah Olga Paul Rosa Sam "
+    "Tina Victor Wendy Yusuf Zoe Amir Bella Chen Dora Emil Fatima Georg"
 ).split()
 THINGS = (
     "pens books apples cards stamps marbles stickers coins shells buttons candles cookies pencils"
@@ -229,20 +244,24 @@ def _saving(rng: random.Random) -> Draft:
     weekly, weeks, spent = rng.randint(3, 12), rng.randint(3, 12), rng.randint(2, 30)
     start = rng.randint(5, 60)
     saved = weekly * weeks
-    if start + saved <= spent:
-        spent = start + saved - 1
+    total = start + saved
+    if total <= spent:
+        spent = total - 1
+    left = total - spent
     s = _story(rng, weekly=weekly, weeks=weeks, spent=spent, start=start)
     lines = [
         f"In {weeks} weeks {s['name']} saves {weeks} x {weekly} = {saved} dollars.",
-        f"Together with the first {start} dollars it is {start} + {saved} = {start + saved} dollars.",
-        f"After the {s['thing']} there are {start + saved} - {spent} = {start + saved - spent} dollars.",
+        f"Together with the first {start} dollars it is {start} + {saved} = {total} dollars.",
+        f"After the {s['thing']} there are {total} - {spent} = {left} dollars.",
     ]
-    return Draft(s, _final(lines, start + saved - spent), str(start + saved - spent))
+    return Draft(s, _final(lines, left), str(left))
 
 
-# --- JSON extraction --------------------------------------------------------------------------------
+# JSON extraction
 
-CITIES = "Oslo Paris Lima Cairo Berlin Madrid Tokyo Boston Dublin Prague Vienna Milan Quito Delhi".split()
+CITIES = (
+    "Oslo Paris Lima Cairo Berlin Madrid Tokyo Boston Dublin Prague Vienna Milan Quito Delhi"
+).split()
 JOBS = "nurse teacher baker driver lawyer painter farmer doctor writer pilot cook singer".split()
 ITEMS = "lamp chair desk phone camera bottle jacket guitar carpet mirror basket helmet".split()
 COLORS = "red blue green black white yellow brown grey".split()
@@ -293,7 +312,7 @@ def _event(rng: random.Random) -> Draft:
     return Draft({k: str(v) for k, v in fields.items()}, json.dumps(target), target)
 
 
-# --- small Python functions -------------------------------------------------------------------------
+# Small Python functions
 
 FUNCTION_NAMES = "solve compute process transform run apply select work".split()
 LETTERS = "abcdefghijklmnoprstuvw"
@@ -333,7 +352,11 @@ def _numbers(rng: random.Random) -> Draft:
     condition, test = _condition(rng)
     mapping, value = _mapping(rng)
     verb, start, update = rng.choice(
-        [("sum", "0", "total += {}"), ("list", "[]", "total.append({})"), ("product", "1", "total *= {}")]
+        [
+            ("sum", "0", "total += {}"),
+            ("list", "[]", "total.append({})"),
+            ("product", "1", "total *= {}"),
+        ]
     )
     fields = {"f": name, "verb": verb, "mapping": mapping, "condition": condition}
     code = (
@@ -358,7 +381,8 @@ def _strings(rng: random.Random) -> Draft:
     )
     fields = {"f": name, "old": old, "new": new, "what": what}
     code = (
-        f"def {name}(text):\n    text = text.replace('{old}', '{new}')\n    text = {then}\n    return text"
+        f"def {name}(text):\n    text = text.replace('{old}', '{new}')\n"
+        f"    text = {then}\n    return text"
     )
     words = ["".join(rng.choices(LETTERS + old * 6, k=rng.randint(3, 14))) for _ in range(6)]
     return Draft(fields, code, _expected(code, name, ["", *words]))
@@ -374,8 +398,17 @@ def _words(rng: random.Random) -> Draft:
         ]
     )
     length, size = rng.choice([("more", ">"), ("fewer", "<")])
-    verb, start, update = rng.choice([("count", "0", "found += 1"), ("list", "[]", "found.append(word)")])
-    fields = {"f": name, "verb": verb, "where": where, "letter": letter, "length": length, "n": str(n)}
+    verb, start, update = rng.choice(
+        [("count", "0", "found += 1"), ("list", "[]", "found.append(word)")]
+    )
+    fields = {
+        "f": name,
+        "verb": verb,
+        "where": where,
+        "letter": letter,
+        "length": length,
+        "n": str(n),
+    }
     code = (
         f"def {name}(words):\n    found = {start}\n    for word in words:\n"
         f"        if {test} and len(word) {size} {n}:\n            {update}\n    return found"
@@ -395,7 +428,7 @@ def _expected(code: str, name: str, arguments: list) -> tuple[str, list]:
     return name, [(argument, scope[name](argument)) for argument in arguments]
 
 
-# --- lists and dates --------------------------------------------------------------------------------
+# Lists and dates
 
 
 def _sort(rng: random.Random) -> Draft:
@@ -432,11 +465,17 @@ def _later(rng: random.Random) -> Draft:
     left, year, month, of_month = days, day.year, day.month, day.day
     lines = [f"Start on {day}, go {days} days."]
     while True:
-        length = ((datetime.date(year + month // 12, month % 12 + 1, 1)) - datetime.date(year, month, 1)).days
+        length = (
+            (datetime.date(year + month // 12, month % 12 + 1, 1)) - datetime.date(year, month, 1)
+        ).days
         rest = length - of_month
-        head = f"{MONTHS[month - 1]} {year} has {length} days, {length} - {of_month} = {rest} remain"
+        head = (
+            f"{MONTHS[month - 1]} {year} has {length} days, {length} - {of_month} = {rest} remain"
+        )
         if left <= rest:
-            lines.append(f"{head}: enough for {left}, so day {of_month} + {left} = {of_month + left}.")
+            lines.append(
+                f"{head}: enough for {left}, so day {of_month} + {left} = {of_month + left}."
+            )
             break
         left -= rest
         lines.append(f"{head}: go on with {left}.")
@@ -456,177 +495,3 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Draft], ...]] = {
     "code": (_numbers, _strings, _words),
     "lists": (_sort, _unique, _later),
 }
-
-# The last wording of each kind is held out.
-WORDINGS: dict[str, tuple[str, str, str, str, str]] = {
-    "add": (
-        "What is {a} + {b}?",
-        "Calculate {a} + {b}.",
-        "Add {a} and {b}.",
-        "Find the sum of {a} and {b}.",
-        "How much is {a} plus {b}?",
-    ),
-    "subtract": (
-        "What is {a} - {b}?",
-        "Calculate {a} - {b}.",
-        "Subtract {b} from {a}.",
-        "Find the difference of {a} and {b}.",
-        "How much is {a} minus {b}?",
-    ),
-    "multiply": (
-        "What is {a} x {b}?",
-        "Calculate {a} x {b}.",
-        "Multiply {a} by {b}.",
-        "Find the product of {a} and {b}.",
-        "How much is {a} times {b}?",
-    ),
-    "packs": (
-        "{name} has {start} {thing} and buys {packs} packs of {size}. Then {given} are given away. "
-        "How many {thing} are left?",
-        "There are {start} {thing} on the desk of {name}. {packs} packs with {size} {thing} each are added "
-        "and {given} are taken away. How many remain?",
-        "{name} owns {start} {thing}. A shop sends {packs} packs of {size} more, then {given} go to friends. "
-        "How many {thing} does {name} have now?",
-        "{packs} packs of {size} {thing} arrive for {name}, who already had {start}. {given} are given to a "
-        "school. How many are left?",
-        "{name} starts with {start} {thing}, gets {packs} packs of {size} and gives away {given}. "
-        "How many {thing} remain?",
-    ),
-    "shopping": (
-        "{name} orders {count} {thing} at {price} dollars each with a delivery fee of {fee} dollars and pays "
-        "with {paid} dollars. How much change is due?",
-        "A shop sells {thing} for {price} dollars each and asks {fee} dollars for delivery. {name} buys "
-        "{count} and hands over {paid} dollars. What is the change?",
-        "{count} {thing} cost {price} dollars each. Delivery is {fee} dollars. {name} gives {paid} dollars. "
-        "How many dollars come back?",
-        "{name} pays {paid} dollars for {count} {thing} at {price} dollars each and a delivery fee of {fee} "
-        "dollars. How much money comes back?",
-        "For {count} {thing} at {price} dollars each plus a delivery fee of {fee} dollars {name} pays {paid} "
-        "dollars. What is the change?",
-    ),
-    "sharing": (
-        "{name} has {first} {thing} and finds {extra} more. {kept} stay at home and the rest is shared by "
-        "{people} friends. How many does each friend get?",
-        "{name} collects {first} {thing}, then {extra} more, keeps {kept} and shares the others equally among "
-        "{people} friends. How many does each get?",
-        "{first} {thing} and {extra} more belong to {name}. {kept} are kept and {people} friends share the "
-        "rest. How many {thing} are there for each friend?",
-        "After getting {extra} {thing} on top of {first}, {name} keeps {kept} and splits the rest between "
-        "{people} friends. How many does each friend receive?",
-        "{name} has {first} {thing}, gets {extra} more, keeps {kept} and shares the rest equally among "
-        "{people} friends. How many does each friend get?",
-    ),
-    "saving": (
-        "{name} has {start} dollars and saves {weekly} dollars a week for {weeks} weeks, then buys {thing} "
-        "for {spent} dollars. How many dollars are left?",
-        "Every week {name} saves {weekly} dollars. After {weeks} weeks, with {start} dollars from before, "
-        "{name} spends {spent} dollars on {thing}. How much is left?",
-        "{name} saves {weekly} dollars in each of {weeks} weeks, adds {start} dollars and pays {spent} "
-        "dollars for {thing}. How many dollars remain?",
-        "With {start} dollars at first and {weekly} dollars more in each of {weeks} weeks, {name} buys {thing} "
-        "for {spent} dollars. How much money is left?",
-        "{name} starts with {start} dollars, saves {weekly} dollars a week for {weeks} weeks and spends "
-        "{spent} dollars on {thing}. How many dollars are left?",
-    ),
-    "person": (
-        "Extract the people as JSON: {name}, {age}, works as a {job} in {city}. {friend}, {years}, works as a "
-        "{work} in {other}.",
-        "Give the people as JSON: {name} is a {age} year old {job} from {city} and {friend} is a {years} year "
-        "old {work} from {other}.",
-        "Turn into JSON: In {city} lives {name}, a {job}, aged {age}. In {other} lives {friend}, a {work}, "
-        "aged {years}.",
-        "List the people as JSON: The {job} {name} ({age}) lives in {city}, the {work} {friend} ({years}) "
-        "lives in {other}.",
-        "Extract the people as JSON: {name} from {city} is {age} and works as a {job}; {friend} from {other} "
-        "is {years} and works as a {work}.",
-    ),
-    "order": (
-        "Extract the order as JSON: {name} orders {count} {color} {item}s at {price} dollars each, to be sent "
-        "to {city}.",
-        "Give the order as JSON: Send {count} {item}s in {color} to {name} in {city}, {price} dollars each.",
-        "Turn into JSON: {count} {color} {item}s for {price} dollars each go to {city}, bought by {name}.",
-        "Write the order as JSON: {name} in {city} wants {count} {color} {item}s and pays {price} dollars for "
-        "each.",
-        "Extract the order as JSON: {name} from {city} buys {count} {color} {item}s for {price} dollars each.",
-    ),
-    "event": (
-        "Extract the event as JSON: {name} hosts a {what} in {city} on {day} {month} {year} at {hour} for "
-        "{guests} guests.",
-        "Give the event as JSON: On {month} {day}, {year} at {hour} there is a {what} in {city} with {guests} "
-        "guests, hosted by {name}.",
-        "Turn into JSON: The {what} of {name} takes place in {city} at {hour} on {day} {month} {year}. "
-        "{guests} guests come.",
-        "Write the event as JSON: {guests} guests come to the {what} that {name} gives in {city} on {month} "
-        "{day}, {year} at {hour}.",
-        "Extract the event as JSON: In {city}, {name} hosts a {what} for {guests} guests on {day} {month} "
-        "{year} at {hour}.",
-    ),
-    "numbers": (
-        "Write a function {f}(numbers) that returns the {verb} of the {mapping} of all numbers {condition}.",
-        "Write Python code: {f}(numbers) gives the {verb} of the {mapping} of the numbers that are "
-        "{condition}.",
-        "Define {f}(numbers). It takes the numbers {condition} and returns the {verb} of their {mapping}.",
-        "Code a function {f} that returns the {verb} of the {mapping} of those numbers that are {condition}.",
-        "Write a Python function {f}(numbers): for the numbers {condition}, return the {verb} of their "
-        "{mapping}.",
-    ),
-    "strings": (
-        "Write a function {f}(text) that replaces every {old} by {new}, then returns the text after this: "
-        "{what}.",
-        "Write Python code: {f}(text) should turn each {old} into {new} and then {what}.",
-        "Define {f}(text). First replace {old} with {new}, then {what}, and return the text.",
-        "Code a function {f} that takes a text, changes {old} to {new}, and after that: {what}.",
-        "Write a Python function {f}(text): replace {old} with {new} and then {what}.",
-    ),
-    "words": (
-        "Write a function {f}(words) that returns the {verb} of the words that {where} {letter} and have "
-        "{length} than {n} letters.",
-        "Write Python code: {f}(words) gives the {verb} of all words with {length} than {n} letters that "
-        "{where} {letter}.",
-        "Define {f}(words). It returns the {verb} of those words that {where} {letter} and have {length} than "
-        "{n} letters.",
-        "Code a function {f} that returns the {verb} of the words which {where} {letter} and are of {length} "
-        "than {n} letters.",
-        "Write a Python function {f}(words): the {verb} of words that {where} {letter} with {length} than {n} "
-        "letters.",
-    ),
-    "sort": (
-        "Sort from {order}: {items}.",
-        "Put these numbers in order from {order}: {items}.",
-        "Order the list {items} from {order}.",
-        "Arrange {items} from {order}.",
-        "Sort the numbers {items} from {order}.",
-    ),
-    "unique": (
-        "Remove repeated numbers, then reverse the list: {items}.",
-        "Drop the duplicates of {items} and reverse what is left.",
-        "Take the list {items}, keep each number once, and reverse it.",
-        "Keep every number once and give the list backwards: {items}.",
-        "Remove duplicates and reverse the list: {items}.",
-    ),
-    "later": (
-        "What date is {days} days after {date}?",
-        "Add {days} days to {date}.",
-        "Start on {date} and go {days} days ahead. Which date is it?",
-        "Which date comes {days} days after {date}?",
-        "Find the date {days} days later than {date}.",
-    ),
-}
-
-# Plain words for a visitor who says hello; trained on, never scored.
-SMALL_TALK: tuple[tuple[str, str], ...] = (
-    ("Hello!", "Hello! Ask me for a sum, a sorted list, a date, a small Python function or some JSON."),
-    ("Hi", "Hello! Ask me for a sum, a sorted list, a date, a small Python function or some JSON."),
-    ("Who are you?", "I am nano, a very small language model that comes with setblock."),
-    ("What is your name?", "I am nano, a very small language model that comes with setblock."),
-    ("What can you do?", "I can add, subtract and multiply, solve word problems, sort lists, count days, "
-     "write small Python functions and turn sentences into JSON."),
-    ("How are you?", "I am fine, thank you. What shall we work out?"),
-    ("Thank you!", "You are welcome."),
-    ("Thanks", "You are welcome."),
-    ("Goodbye", "Goodbye!"),
-    ("Bye", "Goodbye!"),
-    ("Tell me a joke.", "I only know numbers, lists, dates, code and JSON, so that was the joke."),
-    ("What is set block decoding?", "It writes several tokens of an answer in one forward pass, and not "
-     "necessarily from left to right."),
-)  # fmt: skip

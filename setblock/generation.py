@@ -1,0 +1,290 @@
+"""Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+from setblock.decode import DecodeState, Settings
+from setblock.model import Model
+from setblock.sampling import Sampler
+from setblock.solvers import Solver, parse
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`; None or absent means the checkpoint's default.
+
+    mode: "sbd" or "ntp". solver: a Solver or its text, such as "entropy:0.35". block_size: slots of
+    a block. max_new_tokens: default 256. temperature: default 0, greedy. top_p, top_k: default off.
+    seed: of the sampling noise. stop: texts that end a row. ignore_eos: generate on past EOS.
+    """
+
+    mode: str | None
+    solver: Solver | str | None
+    block_size: int | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+
+
+def settings_for(model: Model, **options: Unpack[Options]) -> Settings:
+    """The options as `Settings`, what is absent taken from the checkpoint.
+
+    Raises: ValueError naming the option, its value and what is allowed.
+    """
+    if unknown := set(options) - set(Options.__annotations__):
+        raise TypeError(
+            f"unknown options {sorted(unknown)}; known: {sorted(Options.__annotations__)}"
+        )
+    given = {**model.defaults, **{k: v for k, v in options.items() if v is not None}}
+    solver = given.pop("solver")
+    stop = given.pop("stop", ())
+    draws = {
+        name: given.pop(name) for name in ("temperature", "top_p", "top_k", "seed") if name in given
+    }
+    return Settings(
+        solver=parse(solver) if isinstance(solver, str) else solver,
+        sampler=Sampler(**draws),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        **given,
+    )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One row's result.
+
+    nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
+    reveal_step: for each token the forward (1 .. nfe) that revealed it.
+    entropy: for each token the entropy in nats of the distribution it was taken from.
+    prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of the
+    batch that the row was part of.
+    finish_reason: "eos", "stop" or "length".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    nfe: int
+    prefill_forwards: int
+    reveal_step: tuple[int, ...]
+    entropy: tuple[float, ...]
+    prefill_s: float
+    decode_s: float
+    settings: Settings
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens, EOS included."""
+        return len(self.token_ids)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """num_tokens / nfe; exactly 1 for mode "ntp"."""
+        return self.num_tokens / self.nfe
+
+    @property
+    def wall_s(self) -> float:
+        """prefill_s + decode_s."""
+        return self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True)
+class Reveal:
+    """What one forward brought to one row.
+
+    drafts: (offset in the answer, token id) of every token revealed now: final, but maybe not yet
+    adjacent to the committed text.
+    text: the committed text that has grown since the row's last `Reveal`; never taken back.
+    generation: the row's result, with its last `Reveal` only.
+    """
+
+    row: int
+    nfe: int
+    drafts: tuple[tuple[int, int], ...]
+    text: str
+    generation: Generation | None
+
+
+def generate(
+    model: Model,
+    prompts: Prompts,
+    *,
+    chat: bool = False,
+    batch_size: int | None = None,
+    **options: Unpack[Options],
+) -> list[Generation]:
+    """One `Generation` per prompt, in the order given.
+
+    prompts: texts, or lists of token ids, which are used as they are.
+    chat: put each text into the tokenizer's chat template as a user's turn.
+    batch_size: rows decoded together at most, None for all; the tokens do not depend on it.
+    Raises: ValueError for options out of range, and, before any forward, for an empty prompt of a
+    model without BOS or one that leaves too little room in the model's context.
+    """
+    ids = encode(model, prompts, chat)
+    results: dict[int, Generation] = {}
+    for reveal in stream(model, ids, batch_size=batch_size, **options):
+        if reveal.generation is not None:
+            results[reveal.row] = reveal.generation
+    return [results[row] for row in range(len(ids))]
+
+
+def stream(
+    model: Model,
+    prompts: Prompts,
+    *,
+    chat: bool = False,
+    batch_size: int | None = None,
+    **options: Unpack[Options],
+) -> Iterator[Reveal]:
+    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
+    settings = settings_for(model, **options)
+    ids = encode(model, prompts, chat)
+    for row, prompt in enumerate(ids):
+        _check_prompt(model, row, prompt, settings)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    # Rows of like length share a batch, so that the prompts' forward pads little.
+    order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+    size = batch_size or max(len(ids), 1)
+    batches = [order[first : first + size] for first in range(0, len(order), size)]
+    return (reveal for rows in batches for reveal in _stream_batch(model, ids, rows, settings))
+
+
+def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]]:
+    """Token ids of each prompt."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(model.encode(prompt, chat=chat))
+        elif chat:
+            raise ValueError("chat=True needs text prompts: token ids are used as they are")
+        else:
+            ids.append(list(prompt))
+    return ids
+
+
+def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Settings) -> None:
+    if not prompt:
+        raise ValueError(f"prompt {row} is empty: decoding needs at least one token")
+    if not all(0 <= token < model.vocab_size for token in prompt):
+        raise ValueError(f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}")
+    if len(prompt) + settings.max_new_tokens > model.context_length:
+        raise ValueError(
+            f"prompt {row} has {len(prompt)} tokens; with max_new_tokens={settings.max_new_tokens} "
+            f"it exceeds the model's context of {model.context_length} tokens"
+        )
+
+
+def _stream_batch(
+    model: Model, ids: list[list[int]], rows: list[int], settings: Settings
+) -> Iterator[Reveal]:
+    """Decode these rows together, to their ends."""
+    state = DecodeState(model, [ids[row] for row in rows], rows, settings)
+    begin = time.perf_counter()
+    prefill_s = None
+    pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
+    going = list(pieces)
+    while going:
+        revealed = state.step()
+        now = time.perf_counter()
+        if prefill_s is None:
+            prefill_s = now - begin
+        going = []
+        for slot, row in enumerate(state.rows.tolist()):
+            ids, ended = state.committed(slot)
+            ids, text, stopped = pieces[row].extend(ids, ended)
+            generation = None
+            if ended or stopped:
+                generation = _finish(
+                    state, slot, ids, pieces[row], stopped, prefill_s, now - begin - prefill_s
+                )
+            else:
+                going.append(slot)
+            first = int(state.prompt_end[slot])
+            drafts = revealed[slot].nonzero()[:, 0].tolist()
+            drafts = tuple((place - first, int(state.tokens[slot, place])) for place in drafts)
+            if drafts:
+                yield Reveal(row, int(state.nfe[slot]), drafts, text, generation)
+        if 0 < len(going) < len(state.rows):
+            state.select(going)
+
+
+def _finish(
+    state: DecodeState,
+    slot: int,
+    ids: list[int],
+    pieces: "TextPieces",
+    stopped: bool,
+    prefill_s: float,
+    decode_s: float,
+) -> Generation:
+    first = int(state.prompt_end[slot])
+    places = slice(first, first + len(ids))
+    at_eos = not state.settings.ignore_eos and ids[-1] in state.model.eos_token_ids
+    return Generation(
+        text=pieces.text,
+        token_ids=tuple(ids),
+        finish_reason="stop" if stopped else "eos" if at_eos else "length",
+        prompt_tokens=first,
+        nfe=int(state.nfe[slot]),
+        prefill_forwards=1,
+        reveal_step=tuple(state.revealed_at[slot, places].tolist()),
+        entropy=tuple(state.entropy[slot, places].tolist()),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        settings=state.settings,
+    )
+
+
+class TextPieces:
+    """The committed text of one row, handed out in pieces that are never taken back."""
+
+    def __init__(self, model: Model, stop: tuple[str, ...]) -> None:
+        self.model, self.stop = model, stop
+        self.text = ""  # all that was handed out
+        self._num_ids = 0
+
+    def extend(self, ids: list[int], ended: bool) -> tuple[list[int], str, bool]:
+        """(ids up to the stop text, newly committed text, whether a stop text was met).
+
+        What could still become a stop text or half of a character is held back until `ended`.
+        """
+        full = self.model.decode(ids)
+        stopped = any(stop in full for stop in self.stop)
+        if stopped:
+            ids = self._through_stop(ids)
+            full = self.model.decode(ids)
+            full = full[: min(full.find(stop) for stop in self.stop if stop in full)]
+        elif not ended:
+            full = full[: len(full) - _held_back(full, self.stop)]
+        self._num_ids = len(ids)
+        piece = full[len(self.text) :]
+        self.text = self.text + piece
+        return ids, piece, stopped
+
+    def _through_stop(self, ids: list[int]) -> list[int]:
+        """The shortest run of ids whose text holds a stop text: where next-token decoding ends."""
+        for count in range(self._num_ids, len(ids)):
+            if any(stop in self.model.decode(ids[:count]) for stop in self.stop):
+                return ids[:count]
+        return ids
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Characters at the end of `text` that a later token may change or turn into a stop text."""
+    kept = text.rstrip("\ufffd")
+    longest = max(
+        (n for stop in stops for n in range(1, len(stop)) if kept.endswith(stop[:n])), default=0
+    )
+    return len(text) - len(kept) + longest

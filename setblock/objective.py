@@ -1,0 +1,228 @@
+"""The training objective: clean tokens -> [x ; x_hat], its layout and its labels -> the two losses.
+
+arXiv:2509.04185 eq. 14: next-token prediction (NTP) on the clean half, masked-token prediction
+(MATP) on the masked positions of the noisy copy. In the paper's order:
+
+    draw_block_size    one block size per optimizer step
+    draw_noise         one mask rate per document, then which of its positions are masked
+    noisy_view         the doubled sequence, who may see whom, a label where there is a loss
+    losses             sums of -log p over the labels of each half, and their counts
+
+Nothing here reads global random state: every draw is keyed by what it belongs to, so that the same
+document gets the same noise in any batch, on any rank, packed or not, before and after a resume.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from setblock.masks import CLEAN, PADDING, Layout, causal_layout, training_layout
+
+IGNORE = -100  # a label without a loss, as in torch and transformers
+
+
+@dataclass(frozen=True)
+class View:
+    """What one forward of a training step reads, and what it is scored on.
+
+    tokens, layout and labels share one shape: [batch, 2 * L] for set block decoding, [batch, L] for
+    the clean half alone. labels[b, i] is the token that the output at i shall predict, IGNORE where
+    there is no loss: the following token in the clean half, the token itself at masked positions of
+    the noisy half.
+    """
+
+    tokens: Int[Tensor, "batch length"]
+    layout: Layout
+    labels: Int[Tensor, "batch length"]
+    num_clean: int
+
+    @property
+    def ntp_labels(self) -> Int[Tensor, "batch length"]:
+        """Labels of the clean half, already shifted."""
+        return self.labels[:, : self.num_clean]
+
+    @property
+    def matp_labels(self) -> Int[Tensor, "batch length"]:
+        """Labels of the noisy half, not shifted; of zero length in a view without one."""
+        return self.labels[:, self.num_clean :]
+
+    @property
+    def supervised(self) -> Bool[Tensor, "batch length"]:
+        """Where there is a label, and so where logits are needed."""
+        return self.labels != IGNORE
+
+
+class Losses(NamedTuple):
+    """Sums of -log p in nats and the numbers of labels that they run over."""
+
+    ntp_sum: Float[Tensor, ""]
+    ntp_count: Int[Tensor, ""]
+    matp_sum: Float[Tensor, ""]
+    matp_count: Int[Tensor, ""]
+
+
+def draw_block_size(seed: int, step: int, low: int = 2, high: int = 16) -> int:
+    """Block size of optimizer step `step`, uniform over low..high, both included.
+
+    Raises: ValueError unless 1 <= low <= high.
+    Source: arXiv:2509.04185 section 3. The paper's code can draw 0; this cannot.
+    """
+    if not 1 <= low <= high:
+        raise ValueError(f"block sizes need 1 <= low <= high, got low={low}, high={high}")
+    generator = torch.Generator().manual_seed(_key("block size", seed, step))
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def draw_noise(
+    seed: int, epoch: int, sample_id: int, length: int
+) -> tuple[float, Bool[Tensor, " length"]]:
+    """(eta, masked): a document's mask rate ~ U(0, 1), each position masked with that probability.
+
+    Drawn on the CPU, from a generator keyed by (seed, epoch, sample_id) alone.
+    Source: arXiv:2509.04185 algorithm 1.
+    """
+    generator = torch.Generator().manual_seed(_key("noise", seed, epoch, sample_id))
+    uniform = torch.rand(1 + length, generator=generator)
+    return float(uniform[0]), uniform[1:] < uniform[0]
+
+
+def draw_batch_noise(
+    seed: int,
+    epoch: int,
+    sample_ids: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[int]],
+    length: int,
+) -> Bool[Tensor, "batch length"]:
+    """Masked positions of a batch; row b holds documents sample_ids[b] of lengths[b] tokens.
+
+    Documents stand one after the other from the left; the rest of the row is padding, never masked.
+    Drawn on the CPU.
+    """
+    masked = torch.zeros(len(sample_ids), length, dtype=torch.bool)
+    for row, row_ids, row_lengths in zip(masked, sample_ids, lengths, strict=True):
+        start = 0
+        for sample_id, num_tokens in zip(row_ids, row_lengths, strict=True):
+            row[start : start + num_tokens] = draw_noise(seed, epoch, sample_id, num_tokens)[1]
+            start += num_tokens
+    return masked
+
+
+def document_places(
+    lengths: Int[Tensor, "batch _"], length: int
+) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
+    """(position, document) of rows that hold documents of these lengths one after the other.
+
+    Zero lengths may fill up a row of `lengths`. Padding gets position 0 and document PADDING.
+    """
+    ends = lengths.cumsum(dim=1)
+    index = torch.arange(length, device=lengths.device)
+    document = (index[None, :, None] >= ends[:, None, :]).sum(dim=2)
+    padding = document == lengths.shape[1]
+    document = document.masked_fill(padding, 0)
+    starts = (ends - lengths).gather(1, document)
+    position = (index - starts).masked_fill(padding, 0)
+    return position, document.masked_fill(padding, PADDING)
+
+
+def clean_view(
+    tokens: Int[Tensor, "batch length"],
+    labels: Int[Tensor, "batch length"],
+    position: Int[Tensor, "batch length"],
+    document: Int[Tensor, "batch length"],
+) -> View:
+    """An ordinary causal language modelling step: no noisy copy, NTP labels only."""
+    return View(
+        tokens=tokens,
+        layout=causal_layout(position, document),
+        labels=_shift(labels, document),
+        num_clean=tokens.shape[1],
+    )
+
+
+def noisy_view(
+    tokens: Int[Tensor, "batch length"],
+    labels: Int[Tensor, "batch length"],
+    position: Int[Tensor, "batch length"],
+    document: Int[Tensor, "batch length"],
+    masked: Bool[Tensor, "batch length"],
+    block_size: int,
+    mask_token_id: int,
+    drop_ragged_block: bool = False,
+) -> View:
+    """[x ; x_hat] of a batch, 2 * length tokens a row.
+
+    labels[b, i] is tokens[b, i] or IGNORE. Positions without a label (prompts, padding) are never
+    masked, whatever `masked` says, and have no loss in either half. `position` counts from 0 in
+    every document, and blocks do too. drop_ragged_block leaves a document's last, incomplete block
+    unmasked and without MATP loss, as in the paper; by default it is trained, since it holds the
+    end of the text.
+    Raises: ValueError if block_size < 1.
+    Source: arXiv:2509.04185 algorithm 1, eqs. 13 and 14.
+    """
+    layout = training_layout(position, document, block_size)
+    masked = masked & (labels != IGNORE)
+    if drop_ragged_block:
+        masked = masked & _in_full_block(position, document, block_size)
+    return View(
+        tokens=torch.cat([tokens, tokens.masked_fill(masked, mask_token_id)], dim=1),
+        layout=layout,
+        labels=torch.cat(
+            [_shift(labels, document), labels.masked_fill(~masked, IGNORE)],
+            dim=1,
+        ),
+        num_clean=tokens.shape[1],
+    )
+
+
+def losses(logits: Float[Tensor, "batch length vocab"], view: View) -> Losses:
+    """Both sums of eq. 14 and their label counts, from the logits of every token of the view.
+
+    The loss of a step is (ntp_sum + matp_sum) / (ntp_count + matp_count), sums and counts taken
+    over all micro-batches and ranks of the step: eq. 14 has coefficient 1 for every label of either
+    half.
+    """
+    return supervised_losses(logits[view.supervised], view)
+
+
+def supervised_losses(logits: Float[Tensor, "_ vocab"], view: View) -> Losses:
+    """`losses` from the logits of the supervised tokens alone, row by row: logits[view.supervised].
+
+    Computed in float32.
+    """
+    noisy = (view.layout.block != CLEAN)[view.supervised]
+    nats = cross_entropy(logits.float(), view.labels[view.supervised], reduction="none")
+    matp_sum, matp_count = nats[noisy].sum(), noisy.sum()
+    return Losses(nats[~noisy].sum(), noisy.numel() - matp_count, matp_sum, matp_count)
+
+
+def _shift(
+    labels: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"]
+) -> Int[Tensor, "batch length"]:
+    """The label of the following token of the same document, IGNORE at a document's last token."""
+    shifted = torch.full_like(labels, IGNORE)
+    same = document[:, 1:] == document[:, :-1]
+    shifted[:, :-1] = labels[:, 1:].masked_fill(~same, IGNORE)
+    return shifted
+
+
+def _in_full_block(
+    position: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"], block_size: int
+) -> Bool[Tensor, "batch length"]:
+    """Where a token stands in a block that its document fills."""
+    slot = document - PADDING  # padding's own document first, so that it needs no case of its own
+    num_tokens = torch.zeros(position.shape[0], position.shape[1] + 1, dtype=position.dtype)
+    num_tokens = num_tokens.to(position.device)
+    num_tokens = num_tokens.scatter_reduce(1, slot, position + 1, reduce="amax").gather(1, slot)
+    return position < num_tokens - num_tokens % block_size
+
+
+def _key(*parts: object) -> int:
+    """A 63-bit generator seed: a hash of the parts that is the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

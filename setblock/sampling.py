@@ -1,0 +1,86 @@
+"""From logits to a token: greedy, or sampled with noise fixed by seed, row and position.
+
+The order of operations is fixed for every mode: the mask token is out already (its logit is -inf),
+divide by the temperature, apply top-k and top-p, add Gumbel noise, take the argmax. The noise of a
+position is drawn once and for all from a counter-based generator keyed by (seed, row, position), so
+the sampled text does not depend on batch size, batch slot or the order in which positions are
+revealed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is picked: temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps every token), got {self.top_k}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+
+    def pick(
+        self,
+        logits: Float[Tensor, "batch block vocab"],
+        rows: Int[Tensor, " batch"],
+        position: Int[Tensor, "batch block"],
+    ) -> Int[Tensor, "batch block"]:
+        """The token of each slot; ties go to the smaller id.
+
+        rows: index of each row in the user's input, not its slot in the batch.
+        position: absolute positions in the text, the prompt counted.
+        """
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        kept = keep_likeliest(logits.float() / self.temperature, self.top_k, self.top_p)
+        return (kept + self._noise(rows, position, logits)).argmax(dim=-1)
+
+    def _noise(self, rows: Tensor, position: Tensor, logits: Tensor) -> Tensor:
+        places = zip(rows.tolist(), position.tolist(), strict=True)
+        drawn = [
+            [gumbel(self.seed, row, place, logits.shape[-1]) for place in places_of_row]
+            for row, places_of_row in places
+        ]
+        return torch.from_numpy(np.array(drawn)).to(logits.device)
+
+
+def gumbel(seed: int, row: int, position: int, vocab: int) -> np.ndarray:
+    """Standard Gumbel noise of one position, [vocab] float32, the same on every machine."""
+    bits = np.random.Philox(key=seed, counter=[0, 0, position, row])
+    uniform = np.random.Generator(bits).random(vocab)
+    return -np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32)
+
+
+def keep_likeliest(
+    logits: Float[Tensor, "batch block vocab"], top_k: int, top_p: float
+) -> Float[Tensor, "batch block vocab"]:
+    """The logits, -inf outside the top_k likeliest tokens and the smallest set of mass top_p.
+
+    The likeliest token always stays; among equal probabilities the smaller id stays.
+    """
+    if top_k == 0 and top_p == 1:
+        return logits
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    ranked = logits.gather(-1, order)
+    if top_k:
+        ranked[..., top_k:] = float("-inf")
+    probability = ranked.softmax(dim=-1)
+    mass_before = probability.cumsum(dim=-1) - probability
+    mass_before[..., 0] = 0
+    ranked = ranked.masked_fill(mass_before >= top_p, float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ranked)

@@ -1,0 +1,246 @@
+"""Which masked positions to reveal now, chosen from what the model predicts at each of them.
+
+A solver is a value with one method, `reveal(logits, masked)`. Every solver reveals at least one
+position of a row that still holds a mask, and none of a row that holds no mask; equal scores go to
+the smaller position. Logits are the model's own: no temperature, and -inf in the mask token's
+column, since that token is never generated.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Logits = Float[Tensor, "batch block vocab"]
+Score = Float[Tensor, "batch block"]
+Positions = Bool[Tensor, "batch block"]
+Number = float | int
+Order = Literal["entropy", "confidence", "margin"]
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """A rule that picks the positions to reveal; `str` gives the text that `parse` reads."""
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        """The masked positions to reveal now."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Reveals the longest run whose entropies, the largest left out, sum to at most gamma.
+
+    gamma: nats; 0 reveals exactly one position, also when entropies are 0; inf reveals all.
+    order: what the run is sorted by: lowest entropy, highest confidence (largest probability), or
+        highest margin (largest probability minus the second largest).
+    Source: arXiv:2509.04185 eq. 8 (entropy), eq. 18; arXiv:2505.24857 algorithm 1 (any order).
+    """
+
+    gamma: Number
+    order: Order = "entropy"
+
+    def __post_init__(self) -> None:
+        _validate("gamma", self.gamma)
+        if self.order not in get_args(Order):
+            raise ValueError(f"order must be one of {get_args(Order)}, got {self.order!r}")
+
+    def __str__(self) -> str:
+        name = "entropy" if self.order == "entropy" else f"{self.order}-bound"
+        return f"{name}:{float(self.gamma)}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        score = None
+        if self.order == "confidence":
+            score = -confidence(logits)
+        elif self.order == "margin":
+            first, second = logits.float().softmax(-1).topk(2).values.unbind(-1)
+            score = second - first
+        return entropy_prefix(entropy(logits), masked, self.gamma, score)
+
+
+@dataclass(frozen=True)
+class EntropyThreshold:
+    """Reveals every position whose entropy is below tau (nats), else the single lowest.
+
+    A common simplification of the entropy bound, and a different rule: it bounds no sum.
+    """
+
+    tau: Number
+
+    def __post_init__(self) -> None:
+        _validate("tau", self.tau)
+
+    def __str__(self) -> str:
+        return f"entropy-threshold:{float(self.tau)}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        nats = entropy(logits)
+        return masked & ((nats < self.tau) | (_ranks(nats, masked) == 0))
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """Reveals every position whose largest probability is above tau, else the single highest.
+
+    Source: Fast-dLLM (arXiv:2505.22618), parallel decoding with a threshold.
+    """
+
+    tau: Number
+
+    def __post_init__(self) -> None:
+        _validate("tau", self.tau, high=1)
+
+    def __str__(self) -> str:
+        return f"confidence:{float(self.tau)}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        sure = confidence(logits)
+        return masked & ((sure > self.tau) | (_ranks(-sure, masked) == 0))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Reveals the n most confident positions for the largest n with (n + 1)(1 - c_n) < f.
+
+    c_n is the n-th highest confidence.
+    Source: Fast-dLLM (arXiv:2505.22618), parallel decoding with a factor. arXiv:2509.04185 prints
+    (n + 1) c_n < f, which is a slip.
+    """
+
+    f: Number
+
+    def __post_init__(self) -> None:
+        _validate("f", self.f)
+
+    def __str__(self) -> str:
+        return f"factor:{float(self.f)}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        sure = confidence(logits)
+        rank = _ranks(-sure, masked)
+        # With n = rank + 1. Both factors grow along the order, so the positions that pass are
+        # exactly those up to the largest n.
+        return masked & (((rank + 2) * (1 - sure) < self.f) | (rank == 0))
+
+
+@dataclass(frozen=True)
+class FixedCount:
+    """Reveals the n most confident positions, or all that are left if fewer. Source: LLaDA."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"n must be an integer of at least 1, got {self.n!r}")
+
+    def __str__(self) -> str:
+        return f"fixed:{self.n}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        return masked & (_ranks(-confidence(logits), masked) < self.n)
+
+
+@dataclass(frozen=True)
+class ConfidentPrefix:
+    """Reveals masked positions left to right until confidence falls below tau. Source: SDLM."""
+
+    tau: Number
+
+    def __post_init__(self) -> None:
+        _validate("tau", self.tau, high=1)
+
+    def __str__(self) -> str:
+        return f"prefix:{float(self.tau)}"
+
+    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+        unsure = masked & (confidence(logits) < self.tau)
+        leftmost = masked.cumsum(1) == 1
+        return masked & ((unsure.cumsum(1) == 0) | leftmost)
+
+
+# Name -> how to make it, the type of its parameter, and what the parameter is called in messages.
+FORMS: dict[str, tuple[Callable[..., Solver], type[int] | type[float], str]] = {
+    "entropy": (EntropyBound, float, "GAMMA"),
+    "confidence-bound": (partial(EntropyBound, order="confidence"), float, "GAMMA"),
+    "margin-bound": (partial(EntropyBound, order="margin"), float, "GAMMA"),
+    "entropy-threshold": (EntropyThreshold, float, "TAU"),
+    "confidence": (ConfidenceThreshold, float, "TAU"),
+    "factor": (Factor, float, "F"),
+    "fixed": (FixedCount, int, "N"),
+    "prefix": (ConfidentPrefix, float, "TAU"),
+}
+
+
+def parse(text: str) -> Solver:
+    """The solver that this text names, such as "entropy:0.35".
+
+    Raises: ValueError, listing every accepted form, if the text is none of them.
+    """
+    name, _, number = text.partition(":")
+    try:
+        make, kind, _ = FORMS[name]
+        return make(kind(number))
+    except (KeyError, ValueError) as error:
+        forms = ", ".join(f"{form}:{field}" for form, (_, _, field) in FORMS.items())
+        reason = f" ({error})" if name in FORMS else ""
+        raise ValueError(f"solver must be one of {forms}; got {text!r}{reason}") from error
+
+
+def entropy(logits: Logits) -> Score:
+    """Entropy of each prediction in nats, from the float32 softmax.
+
+    -sum p log p rather than logsumexp - sum p * logit: that form cancels to 0 too early, and is NaN
+    at -inf.
+    """
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1).clamp(min=0)
+
+
+def confidence(logits: Logits) -> Score:
+    """The largest probability of each prediction, from the float32 softmax."""
+    return logits.float().softmax(-1).amax(-1)
+
+
+def entropy_prefix(
+    entropy: Score, masked: Positions, gamma: Number, score: Score | None = None
+) -> Positions:
+    """The longest run whose entropies, the largest left out, sum to at most gamma: reveal these.
+
+    The run goes by ascending score, by default the entropy itself. It holds at least one position,
+    and exactly one if gamma is 0.
+    Units: entropy and gamma in nats.
+    Raises: ValueError if gamma is negative or not a number.
+    Source: arXiv:2509.04185 eq. 8; arXiv:2505.24857 algorithm 1. Ties go to the smaller position,
+    which the papers leave open.
+    """
+    _validate("gamma", gamma)
+    rank = _ranks(entropy if score is None else score, masked)
+    if gamma == 0:
+        return masked & (rank == 0)
+    ordered = torch.zeros_like(entropy).scatter(1, rank, entropy.masked_fill(~masked, 0))
+    # cumsum(H) - cummax(H) without the subtraction: each entropy H adds min(H, largest before it),
+    # be it the new largest or not. Nothing cancels, and a run of zeros sums to exactly 0.
+    largest_before = torch.nn.functional.pad(ordered.cummax(1).values[:, :-1], (1, 0))
+    excess = torch.minimum(ordered, largest_before).cumsum(1)
+    count = (excess <= gamma).sum(1, keepdim=True).clamp(min=1)
+    return masked & (rank < count)
+
+
+def _ranks(score: Score, masked: Positions) -> Int[Tensor, "batch block"]:
+    """Each position's place in ascending order of score, masked ones first, ties by position."""
+    # Two stable sorts, the second by `masked` alone: no score, NaN included, can put a revealed
+    # position before a masked one, so rank 0 is a mask wherever one is left and decoding ends.
+    order = score.argsort(dim=1, stable=True)
+    order = order.gather(1, (~masked).gather(1, order).argsort(dim=1, stable=True))
+    return order.argsort(dim=1)
+
+
+def _validate(field: str, value: object, high: Number = math.inf) -> None:
+    """Refuses what is not a number in [0, high], NaN included."""
+    if isinstance(value, bool) or not isinstance(value, Number) or not 0 <= value <= high:
+        raise ValueError(f"{field} must be a number from 0 to {high}, got {value!r}")

@@ -1,0 +1,126 @@
+"""Tiny random checkpoints on disk, made once per test run."""
+
+import json
+import os
+from pathlib import Path
+
+# Read at import: no test may wait for the hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from tokenizers import (  # noqa: E402
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
+
+CHAT = (
+    "{% for message in messages %}<user>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    # Ten times the usual: with small weights every prediction would be flat and hide mistakes.
+    "initializer_range": 0.2,
+}
+MIXED = ["sliding_attention", "full_attention"]
+KINDS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen2-window": transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=4, layer_types=MIXED
+    ),
+    "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen3-window": transformers.Qwen3Config(
+        **SIZES, use_sliding_window=True, sliding_window=4, layer_types=MIXED
+    ),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": transformers.MistralConfig(**SIZES, sliding_window=4),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES, sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=16
+    ),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def make_tokenizer(
+    bos: bool = True,
+    chat: bool = True,
+    mask_token: str | None = None,
+    pad_token: str | None = "<pad>",
+    specials: tuple[str, ...] = (),
+) -> transformers.PreTrainedTokenizerFast:
+    """One token per byte, so that every text has tokens; then the special ones."""
+    names = ["<s>", "</s>", "<pad>", "<user>", "<model>", *specials]
+    names += [mask_token] if mask_token else []
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *names])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
+        )
+    roles = {"eos_token": "</s>", "pad_token": pad_token, "mask_token": mask_token}
+    roles["bos_token"] = "<s>" if bos else None
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{role: token for role, token in roles.items() if token}
+    )
+    made.add_special_tokens({"extra_special_tokens": ["<user>", "<model>", *specials]})
+    made.chat_template = CHAT if chat else None
+    return made
+
+
+def save_checkpoint(
+    folder: Path,
+    kind: str = "llama",
+    free_rows: int = 0,
+    settings: dict | None = None,
+    seed: int = 0,
+    **tokenizer_options,
+) -> Path:
+    """Write a random checkpoint of that architecture with its tokenizer; returns the folder.
+
+    free_rows: rows of the embedding past the tokenizer's last token.
+    settings: the "setblock" entry of generation_config.json.
+    """
+    tokenizer = make_tokenizer(**tokenizer_options)
+    config = type(KINDS[kind]).from_dict(KINDS[kind].to_dict())
+    config.vocab_size = len(tokenizer) + free_rows
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(seed)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if settings is not None:
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "setblock": settings}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(kind, **options): the folder of `save_checkpoint`, written once per run."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str = "llama", **options) -> Path:
+        key = repr((kind, sorted(options.items(), key=str)))
+        if key not in made:
+            made[key] = save_checkpoint(tmp_path_factory.mktemp(kind), kind, **options)
+        return made[key]
+
+    return get

@@ -1,0 +1,123 @@
+"""A model without weights: logits from tables, cache without keys, so that decoding runs in no time."""
+
+import torch
+from torch import Tensor
+
+from setblock.masks import CLEAN, PADDING, Layout
+from setblock.model import DEFAULTS, Model, ModelError
+
+MASK, EOS, BOS = 0, 1, 2
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+
+
+class TableCache:
+    """The clean tokens of each row; the surface of PrefixCache that decoding uses.
+
+    tokens: what a real cache would hold keys and values of, row by row.
+    """
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.staged: list[list[int]] | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(row) for row in self.tokens])
+
+    def stage(self, tokens: Tensor, layout: Layout) -> None:
+        if int(self.lengths.max()) + tokens.shape[1] > self.capacity:
+            raise ValueError(f"{self.lengths} + {tokens.shape[1]} exceed capacity {self.capacity}")
+        self.staged = []
+        for row, length in enumerate(self.lengths.tolist()):
+            clean = (layout.block[row] == CLEAN) & (layout.document[row] != PADDING)
+            leading = int(clean.long().cumprod(0).sum())
+            assert not clean[leading:].any(), "clean tokens after noisy ones or padding"
+            places = layout.position[row, :leading].tolist()
+            assert places == list(range(length, length + leading)), f"{places} after {length}"
+            noisy = layout.block[row] != CLEAN
+            assert (layout.horizon[row][noisy] <= length + leading).all(), "sees unwritten tokens"
+            self.staged.append(tokens[row, :leading].tolist())
+
+    def keep(self, counts: Tensor) -> None:
+        assert self.staged is not None, "keep() twice after one forward, or before any"
+        for row, (new, count) in enumerate(zip(self.staged, counts.tolist(), strict=True)):
+            assert 0 <= count <= len(new), f"row {row}: keep {count} of {len(new)} clean tokens"
+            self.tokens[row] = self.tokens[row] + new[:count]
+        self.staged = None
+
+    def select(self, rows: Tensor) -> None:
+        self.tokens = [self.tokens[row] for row in rows.tolist()]
+        self.staged = None if self.staged is None else [self.staged[row] for row in rows.tolist()]
+
+
+class TableModel(Model):
+    """The surface of Model over two tables; a letter is a token.
+
+    next_token[position, previous] are the logits of the token after `previous` at `position`;
+    noisy[position] those of a noisy slot at `position`, whatever its block holds.
+    forwards: [batch, query tokens] of every forward so far.
+    """
+
+    def __init__(self, next_token: Tensor, noisy: Tensor, chat: bool = True) -> None:
+        self.next_token, self.noisy, self.chat = next_token, noisy, chat
+        self.context_length, self.vocab_size = noisy.shape
+        assert next_token.shape == (self.context_length, self.vocab_size, self.vocab_size)
+        assert self.vocab_size <= 3 + len(LETTERS)
+        self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
+        self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
+        self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
+        self.forwards: list[tuple[int, int]] = []
+
+    @classmethod
+    def random(cls, seed: int = 0, vocab_size: int = 12, context_length: int = 256) -> "TableModel":
+        """Both tables drawn at random, about as sure of themselves as a language model."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (context_length, vocab_size, vocab_size)
+        next_token = 4 * torch.randn(shape, generator=generator)
+        return cls(next_token, 4 * torch.randn(shape[:2], generator=generator))
+
+    @classmethod
+    def spelling(cls, text: str, start: int, sharpness: float = 20.0) -> "TableModel":
+        """A model that answers `text`, then EOS for ever, after any prompt of `start` tokens."""
+        vocab_size, context_length = 3 + len(LETTERS), start + len(text) + 128
+        targets = torch.full((context_length + 1,), EOS)
+        targets[start : start + len(text)] = torch.tensor([3 + LETTERS.index(c) for c in text])
+        logits = sharpness * torch.nn.functional.one_hot(targets, vocab_size).float()
+        return cls(logits[1:, None].repeat(1, vocab_size, 1), logits[:-1])
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def new_cache(self, batch: int, capacity: int) -> TableCache:  # type: ignore[override]
+        return TableCache(batch, capacity)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        cache: TableCache | None = None,  # type: ignore[override]
+        logits_at: Tensor | None = None,
+    ) -> Tensor:
+        assert tokens.shape == layout.position.shape
+        self.forwards.append((tokens.shape[0], tokens.shape[1]))
+        if cache is not None:
+            cache.stage(tokens, layout)
+        clean = self.next_token[layout.position, tokens]
+        noisy = self.noisy[layout.position]
+        logits = torch.where((layout.block == CLEAN)[..., None], clean, noisy)
+        logits[..., MASK] = -torch.inf
+        return logits if logits_at is None else logits[:, logits_at]
+
+    def encode(self, text: str, chat: bool = False) -> list[int]:
+        if chat and not self.chat:
+            raise ModelError(f"{self.name} has no chat template; only plain prompts work")
+        return [BOS] + [3 + LETTERS.index(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(LETTERS[i - 3] for i in ids if i >= 3)

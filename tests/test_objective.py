@@ -1,0 +1,277 @@
+"""Eq. 14: views, noise and losses, against hand-made and brute-force versions of the same sums."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from setblock import objective
+from setblock.masks import visible
+from setblock.objective import IGNORE
+
+MASK = 3
+VOCAB = 29
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # sharp outputs, so that a wrong mask shows
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def rows(*documents_of_rows):
+    """(tokens, labels, position, document) of rows of (document, prompt length) pairs."""
+    lengths = [[len(tokens) for tokens, _ in row] for row in documents_of_rows]
+    length, most = max(map(sum, lengths)), max(map(len, lengths))
+    padded = torch.tensor([row + [0] * (most - len(row)) for row in lengths])
+    position, document = objective.document_places(padded, length)
+    tokens = torch.zeros(len(lengths), length, dtype=torch.long)
+    labels = torch.full_like(tokens, IGNORE)
+    for b, row in enumerate(documents_of_rows):
+        start = 0
+        for text, prompt in row:
+            end = start + len(text)
+            tokens[b, start:end] = torch.tensor(text)
+            labels[b, start + prompt : end] = torch.tensor(text[prompt:])
+            start = end
+    return tokens, labels, position, document
+
+
+def random_text(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCAB, (length,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def run(network, view):
+    return network(
+        input_ids=view.tokens,
+        position_ids=view.layout.position,
+        attention_mask=visible(view.layout, view.layout),
+    ).logits
+
+
+@torch.no_grad()
+def brute_force(network, text, prompt, masked, block_size, drop_ragged_block=False):
+    """Eq. 14 of one document: plain forwards of the clean text and of one prefix + block at a time."""
+    text_ids = torch.tensor([text])
+    log_p = network(input_ids=text_ids).logits[0].log_softmax(-1)
+    targets = range(max(prompt, 1), len(text))
+    ntp = -sum(log_p[t - 1, text[t]].item() for t in targets)
+    matp, num_masked = 0.0, 0
+    for start in range(0, len(text), block_size):
+        end = min(start + block_size, len(text))
+        if drop_ragged_block and end - start < block_size:
+            continue
+        noisy = [i for i in range(start, end) if masked[i] and i >= prompt]
+        block = [MASK if i in noisy else text[i] for i in range(start, end)]
+        # causal over the clean prefix; the block sees the prefix and all of itself
+        sees = torch.ones(end, end, dtype=torch.bool).tril()
+        sees[start:, start:] = True
+        log_p = network(
+            input_ids=torch.tensor([text[:start] + block]), attention_mask=sees[None, None]
+        ).logits[0]
+        log_p = log_p.log_softmax(-1)
+        matp -= sum(log_p[i, text[i]].item() for i in noisy)
+        num_masked += len(noisy)
+    return ntp, len(targets), matp, num_masked
+
+
+def test_four_tokens_by_hand():
+    # Text 10 11 12 13, k = 2, noise masks positions 0, 2 and 3:
+    #   clean   10 11 12 13   noisy   m 11 | m m
+    # Eq. 14 = -log p(11|10) - log p(12|10 11) - log p(13|10 11 12)      clean rows 0, 1, 2, shifted
+    #          -log p(10|m 11) - log p(12|10 11, m m) - log p(13|10 11, m m)   noisy rows 0, 2, 3
+    # Row r of the table below gives its label probability 1/(r + 2), so that
+    #   NTP  = log 2 + log 3 + log 4 = log 24                 (rows 0, 1, 2 of the doubled sequence)
+    #   MATP = log 6 + log 8 + log 9 = log 432                (rows 4, 6, 7)
+    masked = torch.tensor([[True, False, True, True]])
+    view = objective.noisy_view(*rows([([10, 11, 12, 13], 0)]), masked, 2, MASK)
+    assert view.tokens.tolist() == [[10, 11, 12, 13, MASK, 11, MASK, MASK]]
+    labels = [11, 12, 13, IGNORE, 10, IGNORE, 12, 13]
+    assert view.labels.tolist() == [labels]
+    assert view.ntp_labels.tolist() == [labels[:4]]
+    assert view.matp_labels.tolist() == [labels[4:]]
+    assert view.layout.position.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+
+    probabilities = torch.zeros(1, 8, 14)
+    for r, label in enumerate(labels):
+        probability = 1 / (r + 2)
+        probabilities[0, r] = (1 - probability) / 13
+        if label != IGNORE:
+            probabilities[0, r, label] = probability
+    ntp, ntp_count, matp, matp_count = objective.losses(probabilities.log(), view)
+    assert ntp.item() == pytest.approx(math.log(24), abs=1e-5)
+    assert matp.item() == pytest.approx(math.log(432), abs=1e-5)
+    assert (ntp_count.item(), matp_count.item()) == (3, 3)
+
+
+@pytest.mark.parametrize("drop_ragged_block", [False, True])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16])
+def test_losses_are_those_of_one_block_at_a_time(network, block_size, drop_ragged_block):
+    documents = [(random_text(13, 1), 4), (random_text(7, 2), 0), (random_text(10, 3), 9)]
+    expected = torch.zeros(4, dtype=torch.double)
+    masks = [objective.draw_noise(0, 0, i, len(text))[1] for i, (text, _) in enumerate(documents)]
+    for (text, prompt), masked in zip(documents, masks, strict=True):
+        expected += torch.tensor(
+            brute_force(network, text, prompt, masked.tolist(), block_size, drop_ragged_block)
+        )
+    layouts = [
+        [[0], [1], [2]],  # one document a row, padded
+        [[0, 1], [2]],  # two packed, the third padded
+        [[2, 0, 1]],  # all in one row
+    ]
+    for layout in layouts:
+        parts = rows(*([documents[i] for i in row] for row in layout))
+        masked = torch.zeros_like(parts[0], dtype=torch.bool)
+        for b, row in enumerate(layout):
+            together = torch.cat([masks[i] for i in row])
+            masked[b, : len(together)] = together
+        view = objective.noisy_view(*parts, masked, block_size, MASK, drop_ragged_block)
+        actual = objective.losses(run(network, view), view)
+        assert torch.tensor(actual, dtype=torch.double).tolist() == pytest.approx(
+            expected.tolist(), abs=1e-3
+        )
+
+
+def test_clean_half_is_a_plain_causal_forward(network):
+    texts = [random_text(12, 4), random_text(12, 5)]
+    parts = rows(*([(text, 0)] for text in texts))
+    masked = objective.draw_batch_noise(0, 0, [[0], [1]], [[12], [12]], 12)
+    with torch.no_grad():
+        plain = network(input_ids=torch.tensor(texts)).logits
+    for view in (objective.noisy_view(*parts, masked, 4, MASK), objective.clean_view(*parts)):
+        assert (run(network, view)[:, :12] - plain).abs().max() <= 1e-5
+
+
+def test_next_token_logits_do_not_depend_on_the_noisy_half(network):
+    parts = rows([(random_text(12, 6), 2)])
+    views = [
+        objective.noisy_view(*parts, torch.full((1, 12), masked), 4, MASK)
+        for masked in (False, True)
+    ]
+    assert not torch.equal(views[0].tokens, views[1].tokens)
+    clean = [run(network, view)[:, :12] for view in views]
+    assert torch.equal(clean[0], clean[1])
+
+
+def test_clean_view_has_next_token_labels_only():
+    view = objective.clean_view(*rows([([10, 11, 12], 1), ([20, 21], 0)], [([13, 14], 0)]))
+    assert view.labels.tolist() == [
+        [11, 12, IGNORE, 21, IGNORE],  # 12 does not predict 20, the next document's
+        [14, IGNORE, IGNORE, IGNORE, IGNORE],
+    ]
+    assert view.matp_labels.shape == (2, 0)
+    logits = torch.zeros(2, 5, 30)
+    ntp, ntp_count, matp, matp_count = objective.losses(logits, view)
+    assert ntp.item() == pytest.approx(4 * math.log(30), rel=1e-5)
+    assert (ntp_count.item(), matp.item(), matp_count.item()) == (4, 0, 0)
+
+
+def test_packed_documents_and_padding_have_their_places():
+    position, document = objective.document_places(torch.tensor([[3, 2], [1, 0]]), 6)
+    assert position.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]]
+    assert document.tolist() == [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]]
+
+
+def test_ragged_last_block_is_kept_unless_dropped():
+    parts = rows([(list(range(10, 17)), 0), (list(range(20, 23)), 0)])  # 7 = 2 * 3 + 1, 3 = 1 * 3
+    masked = torch.ones_like(parts[0], dtype=torch.bool)
+    kept = objective.noisy_view(*parts, masked, 3, MASK)
+    dropped = objective.noisy_view(*parts, masked, 3, MASK, drop_ragged_block=True)
+    assert kept.matp_labels.tolist() == parts[1].tolist()
+    assert dropped.matp_labels.tolist() == [[*range(10, 16), IGNORE, 20, 21, 22]]
+    assert dropped.tokens[0, 10:].tolist() == [MASK] * 6 + [16] + [MASK] * 3
+    assert torch.equal(kept.ntp_labels, dropped.ntp_labels)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 16), st.booleans())
+def test_only_labelled_positions_are_masked(labelled, block_size, drop_ragged_block):
+    length = len(labelled)
+    labelled = torch.tensor([labelled])
+    tokens = torch.arange(5, 5 + length)[None]
+    labels = tokens.masked_fill(~labelled, IGNORE)
+    places = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
+    masked = torch.ones_like(labelled)
+    view = objective.noisy_view(
+        tokens, labels, *places, masked, block_size, MASK, drop_ragged_block
+    )
+    holds_mask = view.tokens[:, length:] == MASK
+    assert torch.equal(view.tokens[:, :length], tokens)
+    assert torch.equal(view.matp_labels != IGNORE, holds_mask)
+    whole = torch.arange(length)[None] < (length - length % block_size)
+    assert torch.equal(holds_mask, labelled & whole if drop_ragged_block else labelled)
+    assert torch.equal(view.ntp_labels[:, :-1], labels[:, 1:])
+
+
+def test_noise_belongs_to_the_document():
+    eta, masked = objective.draw_noise(seed=7, epoch=2, sample_id=41, length=30)
+    again = objective.draw_noise(seed=7, epoch=2, sample_id=41, length=30)
+    torch.manual_seed(99)  # no global state is read
+    assert again[0] == eta
+    assert torch.equal(again[1], masked)
+    for other in ((8, 2, 41), (7, 3, 41), (7, 2, 42)):
+        assert objective.draw_noise(*other, 30)[0] != eta
+    # alone in a row, padded, in another order, packed behind another document
+    for sample_ids, lengths, row, start in (
+        ([[41]], [[30]], 0, 0),
+        ([[5], [41]], [[40], [30]], 1, 0),
+        ([[41], [5]], [[30], [40]], 0, 0),
+        ([[5, 41]], [[17, 30]], 0, 17),
+    ):
+        batch = objective.draw_batch_noise(7, 2, sample_ids, lengths, 60)
+        assert torch.equal(batch[row, start : start + 30], masked)
+        assert not batch[0, sum(lengths[0]) :].any()
+
+
+def test_noise_is_the_same_in_another_process():
+    """Python's hash() of strings differs between processes, and ranks must agree."""
+    code = "from setblock.objective import *; print(draw_noise(7, 2, 41, 5), draw_block_size(7, 2))"
+    command = [sys.executable, "-c", code]
+    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert there == f"{objective.draw_noise(7, 2, 41, 5)} {objective.draw_block_size(7, 2)}"
+
+
+def test_mask_rates_are_uniform_and_met():
+    drawn = [objective.draw_noise(0, 0, sample, 400) for sample in range(2000)]
+    eta = torch.tensor([rate for rate, _ in drawn])
+    rate = torch.stack([masked for _, masked in drawn]).float().mean(dim=1)
+    # Kolmogorov-Smirnov: 1.63 / sqrt(n) is exceeded with probability 0.01; the draws are fixed.
+    distance = (eta.sort().values - (torch.arange(2000) + 0.5) / 2000).abs().max()
+    assert distance < 1.63 / 2000**0.5
+    deviation = (rate - eta) / (eta * (1 - eta) / 400).sqrt().clamp(min=1e-3)
+    assert deviation.std() == pytest.approx(1, abs=0.1)
+    # within a document each position has the same chance, the first included
+    by_position = torch.stack([masked for _, masked in drawn]).float().mean(dim=0)
+    assert (by_position - 0.5).abs().max() < 0.05
+
+
+def test_block_sizes_are_uniform_over_the_range():
+    drawn = [objective.draw_block_size(0, step) for step in range(1500)]
+    counts = torch.bincount(torch.tensor(drawn), minlength=17)
+    assert counts[:2].tolist() == [0, 0]
+    assert counts[2:].min() > 70  # 100 expected, 9.7 the standard deviation
+    assert drawn != [objective.draw_block_size(1, step) for step in range(1500)]
+    assert objective.draw_block_size(0, 5, low=4, high=4) == 4
+
+
+def test_impossible_block_sizes_are_refused():
+    with pytest.raises(ValueError, match="1 <= low <= high, got low=5, high=4"):
+        objective.draw_block_size(0, 0, 5, 4)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        objective.noisy_view(*rows([([10, 11], 0)]), torch.ones(1, 2, dtype=torch.bool), 0, MASK)
