@@ -146,7 +146,7 @@ def settings(output_dir: Path, steps: int, batch_size: int, **more: Any) -> dict
         activation_checkpointing=False,
         max_length=None,
         logging_steps=20,
-        save_steps=200,
+        save_steps=100,
         save_total_limit=1,
         report_to="none",
         dataloader_num_workers=0,
@@ -209,7 +209,7 @@ def main(
         "runs/nano"
     ),
     base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1800,
-    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 1500,
+    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 1200,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:

@@ -40,6 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
 SETTINGS = {"mask_token_id": int, "block_size": int, "solver": str, "mode": str, "trained": bool}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# Files and hub; contents; shapes; no gguf or accelerate package; weights.
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
 BACKENDS = {"sdpa": visible, "flex_attention": flex_block_mask}
 
 # Classes whose forward takes one mask per layer type; the tests run each of them.
@@ -374,8 +376,10 @@ def load(
         settings = {} if "gguf_file" in origin else _read_settings(source)
     except ModelError:
         raise
-    # OSError: files, hub. RuntimeError: shapes. ImportError: no gguf. The others: broken contents.
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:
+        # The tokenizers library raises the bare class for broken contents.
+        if not isinstance(error, LOAD_ERRORS) and type(error) is not Exception:
+            raise
         raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")

@@ -9,9 +9,10 @@ of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setb
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset, Value
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -25,6 +26,8 @@ from setblock.model import Model, attention_mask
 OBJECTIVES = ("sbd", "ntp")
 
 
+# transformers' own fields hold values that their annotations exclude.
+@no_type_check
 @dataclass
 class SBDConfig(SFTConfig):
     """Everything of `trl.SFTConfig`, and the settings of set block training.
@@ -129,6 +132,7 @@ class SBDTrainer(SFTTrainer):
             peft_config=peft_config,
             formatting_func=formatting_func,
         )
+        refuse_split_rows(self.accelerator.parallelism_config)
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
         if self.aux_loss_enabled:
@@ -368,6 +372,15 @@ class _Totals:
             means["mask_ratio"] = totals["matp_labels"] / totals["maskable"]
             means["block_size"] = totals["block_sizes"] / totals["batches"]
         return means
+
+
+def refuse_split_rows(parallelism: ParallelismConfig | None) -> None:
+    """Raises: ValueError for parallelism that cuts rows into pieces: our mask needs them whole."""
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ValueError(
+            "cp_size and sp_size must be 1, got "
+            f"cp_size={parallelism.cp_size}, sp_size={parallelism.sp_size}"
+        )
 
 
 def _with_sample_ids(dataset: Any) -> Any:

@@ -1,0 +1,444 @@
+"""The `setblock` command. Every command also answers in JSON; errors are one line on stderr."""
+
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from setblock.generation import Generation
+    from setblock.model import Model
+
+app = typer.Typer(
+    help="Set block decoding: several tokens per forward from an ordinary causal language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Mode(StrEnum):
+    """How to decode."""
+
+    sbd = "sbd"
+    ntp = "ntp"
+
+
+class Dtype(StrEnum):
+    """Floating-point type of weights and activations."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+SOLVERS_HELP = (
+    "Which masked positions each forward reveals: entropy:GAMMA (the paper's), confidence-bound:GAMMA, "
+    "margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, fixed:N or prefix:TAU. "
+    "Default: the checkpoint's, else entropy:0.1."
+)
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A bundled model (nano, nano-twin), a checkpoint folder, a GGUF file or owner/name on the hub.",
+    ),
+]
+MaskTokenOption = Annotated[
+    int | None,
+    typer.Option("--mask-token-id", help="Mask token to use instead of the one `info` shows."),
+]
+ModeOption = Annotated[
+    Mode | None,
+    typer.Option(help="sbd: blocks. ntp: token by token. Default: the checkpoint's, else sbd."),
+]
+SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
+BlockSizeOption = Annotated[
+    int | None, typer.Option(help="Tokens of a block. Default: the checkpoint's, else 16.")
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1 ... Default: the checkpoint's, else cuda if there is one."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def generate(
+    model_name: ModelName,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt. Default: read from stdin.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File that holds the prompt.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids such as 1,2,3, used as they are.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    mode: ModeOption = None,
+    mask_token_id: MaskTokenOption = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this mass.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampling noise.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
+    ] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    show_steps: Annotated[
+        bool, typer.Option("--show-steps", help="Show what each forward revealed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt.
+
+    Seconds count neither loading nor the warm-up (a two-token answer to a one-token prompt).
+    """
+    from setblock.generation import encode, settings_for, stream
+
+    text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
+    model = _load(model_name, dtype, device, mask_token_id)
+    options: dict[str, Any] = {
+        "mode": mode.value if mode else None,
+        "solver": solver,
+        "block_size": block_size,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
+    }
+    settings = settings_for(model, **options)
+    ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
+    reveals = stream(model, ids, **options)  # checks the prompt before the first forward
+    _warn_untrained(model, settings.mode)
+    _warm_up(model, settings.mode)
+    steps, generation = [], None
+    for reveal in reveals:
+        steps.append(reveal)
+        generation = reveal.generation
+        if as_json:
+            continue
+        if show_steps:
+            pieces = ", ".join(
+                f"{place}:{model.decode([token])!r}" for place, token in reveal.drafts
+            )
+            out.print(f"forward {reveal.nfe}: {pieces}", markup=False)
+        else:
+            out.print(reveal.text, end="", markup=False)
+    assert generation is not None
+    if as_json:
+        answer = to_json(generation, model)
+        if show_steps:
+            answer["steps"] = [{"nfe": one.nfe, "drafts": one.drafts} for one in steps]
+        _print_json(answer)
+        return
+    out.print(generation.text if show_steps else "", markup=False)
+    err.print(
+        f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
+        f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s "
+        f"({generation.finish_reason})",
+        style="dim",
+    )
+
+
+@app.command()
+def info(
+    model_name: ModelName,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a model's architecture, mask token, whether it is SBD-trained, and its defaults."""
+    model = _load(model_name, dtype, device, mask_token_id)
+    config = model.network.config
+    facts = {
+        "model": model.name,
+        "architecture": type(model.network).__name__,
+        "parameters": sum(weight.numel() for weight in model.network.parameters()),
+        "layers": config.num_hidden_layers,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "mask_token_id": model.mask_token_id,
+        "mask_token_source": model.mask_token_source,
+        "eos_token_ids": sorted(model.eos_token_ids),
+        "sbd_trained": model.trained,
+        **{f"default_{name}": value for name, value in model.defaults.items()},
+    }
+    if as_json:
+        _print_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name, f"{value:,}" if name == "parameters" else str(value))
+    out.print(table)
+
+
+@app.command()
+def demo(
+    model_name: Annotated[str, typer.Option("--model", help="Which model answers.")] = "nano",
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask this instead of the built-in problems; may be given again."),
+    ] = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    seed: Annotated[int, typer.Option(help="Other built-in problems.")] = 0,
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Show tokens as forwards reveal them.")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a model answer prompts twice: token by token, then by set block decoding."""
+    from setblock import live as show
+    from setblock import nano
+
+    model = _load(model_name, None, None, None)
+    _warn_untrained(model, "sbd")
+    problems = [] if prompt else [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
+    prompts = prompt or [problem.prompt for problem in problems]
+    for mode in Mode:
+        _warm_up(model, mode)
+    answers = []
+    for number, question in enumerate(prompts):
+        if not as_json:
+            out.rule(f"[bold]{number + 1} of {len(prompts)}")
+            out.print(question, style="bold", markup=False)
+        for mode in (Mode.ntp, Mode.sbd):
+            options: dict[str, Any] = {"mode": mode, "solver": solver, "block_size": block_size}
+            console = None if as_json else out
+            generation = show.watch(model, question, options, console, animate=live)
+            right = nano.check(problems[number], generation.text) if problems else None
+            answers.append({"prompt": question, "correct": right, **to_json(generation, model)})
+    totals = [show.total(answers, mode) for mode in (Mode.ntp, Mode.sbd)]
+    if as_json:
+        _print_json({"model": model.name, "answers": answers, "totals": totals})
+        return
+    out.print(show.table(totals))
+
+
+@app.command()
+def evaluate(
+    model_names: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Models, as for `generate`.")
+    ],
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="nano (all five families) or families of it. Default: nano."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Problems in wordings that training never saw.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Problems of each family.")] = 100,
+    batch_size: Annotated[int, typer.Option(help="Problems decoded together.")] = 32,
+    mode: Annotated[
+        list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
+    ] = None,
+    solver: Annotated[
+        list[str] | None, typer.Option(help=f"May be given again, for mode sbd. {SOLVERS_HELP}")
+    ] = None,
+    block_size: BlockSizeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the record to this JSON file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score models on tasks under several decoding settings; writes one JSON record."""
+    from setblock import evaluate as evaluation
+    from setblock import nano
+    from setblock.generation import settings_for
+    from setblock.live import progress_bar
+
+    families = evaluation.families(task or ["nano"])
+    for name, value in (("limit", limit), ("batch-size", batch_size)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
+    modes = mode or [Mode.ntp, Mode.sbd]
+    common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
+    record = evaluation.new_record()
+    for model_name in model_names:
+        model = _load(model_name, dtype, device, mask_token_id)
+        runs: list[dict[str, Any]] = [{"mode": "ntp", **common}] if Mode.ntp in modes else []
+        if Mode.sbd in modes:
+            _warn_untrained(model, "sbd")
+            runs += [{"mode": "sbd", "solver": text, **common} for text in solver or [None]]
+        for options in runs:
+            settings_for(model, **options)  # bad values are refused before the first problem
+        for options in runs:
+            _warm_up(model, options["mode"])
+            for family in families:
+                label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
+                with progress_bar(err, label, limit) as advance:
+                    line = evaluation.run(
+                        model, family, problems[family], batch_size, advance, **options
+                    )
+                record["results"].append(line | {"split": split, "held_out": held_out})
+                if out_file is not None:  # after every line, so that an interrupt loses nothing
+                    evaluation.save_record(record, out_file)
+    if as_json:
+        _print_json(record)
+        return
+    out.print(evaluation.table(record["results"]))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    model_name: Annotated[str, typer.Option("--model", help="The model to start from.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL of prompt and completion, of messages, or of text; one row a line."
+        ),
+    ],
+    output_dir: Annotated[Path, typer.Option(help="Where the trained checkpoint goes.")],
+    mask_token_id: MaskTokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model to decode by set blocks; every field of trl's SFTConfig is an option too.
+
+    For example: --max-steps 1000 --learning-rate 1e-5 --per-device-train-batch-size 4
+    --max-block-size 16 --objective sbd|ntp.
+    """
+    from setblock import train as training
+
+    summary = training.train(model_name, data, output_dir, mask_token_id, context.args)
+    if as_json:
+        _print_json(summary)
+        return
+    out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}", markup=False)
+
+
+def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
+    """The JSON form of a result; solver and block_size are null in mode ntp, which uses neither."""
+    settings = generation.settings
+    blocks = settings.mode == "sbd"
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "num_tokens": generation.num_tokens,
+        "nfe": generation.nfe,
+        "prefill_forwards": generation.prefill_forwards,
+        "tokens_per_forward": generation.tokens_per_forward,
+        "reveal_step": generation.reveal_step,
+        "entropy": generation.entropy,
+        "wall_s": generation.wall_s,
+        "prefill_s": generation.prefill_s,
+        "decode_s": generation.decode_s,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": generation.prompt_tokens,
+        "mode": settings.mode,
+        "solver": str(settings.solver) if blocks else None,
+        "block_size": settings.block_size if blocks else None,
+        "max_new_tokens": settings.max_new_tokens,
+        **asdict(settings.sampler),
+        "stop": settings.stop,
+        "ignore_eos": settings.ignore_eos,
+        "model": model.name,
+        "mask_token_id": model.mask_token_id,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+
+
+def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
+    given = [
+        name
+        for name, value in (("--prompt", prompt), ("--prompt-file", file), ("--prompt-ids", ids))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"give one prompt: {' and '.join(given)} exclude each other")
+    if ids is not None:
+        try:
+            return [int(token) for token in ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
+    if file is not None:
+        return file.read_text()
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
+    return sys.stdin.read()
+
+
+def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None) -> "Model":
+    from setblock.model import load
+
+    return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
+
+
+def _warn_untrained(model: "Model", mode: str) -> None:
+    if mode == "sbd" and not model.trained:
+        err.print(
+            f"warning: {model.name} was never trained for set block decoding; expect poor text "
+            "(mode ntp is unaffected)",
+            style="yellow",
+        )
+
+
+def _warm_up(model: "Model", mode: str) -> None:
+    """First forwards allocate and choose kernels; keep that out of the times."""
+    from setblock.generation import generate as answer
+
+    first = (
+        model.bos_token_id
+        if model.bos_token_id is not None
+        else min(model.eos_token_ids, default=0)
+    )
+    answer(model, [[first]], mode=mode, max_new_tokens=2, ignore_eos=True)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    err.print(f"error: {message}", style="red", markup=False)
+    sys.exit(code)
+
+
+def main() -> None:
+    """Run the command line; every expected failure is one line on stderr and a non-zero exit code."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        _fail(" ".join(str(error).split()) or type(error).__name__, 1)

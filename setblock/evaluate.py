@@ -1,0 +1,222 @@
+"""Tasks x decoding settings -> scores with intervals, forwards and seconds, as one JSON record."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from rich.table import Table
+
+from setblock import nano
+from setblock.generation import Generation, Options, stream
+from setblock.model import Model
+
+Z_95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One problem's generation and whether it was right."""
+
+    problem: nano.Problem
+    generation: Generation
+    correct: bool
+
+
+@dataclass
+class Score:
+    """Sums over the problems of one task under one setting; `result()` is its line of the record."""
+
+    wall_s: float = 0.0
+    scored: list[Scored] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers so far, 0 before the first."""
+        return sum(one.correct for one in self.scored) / max(len(self.scored), 1)
+
+    def result(self) -> dict[str, Any]:
+        """Counts, score with its 95 % interval, tokens per forward and seconds.
+
+        wall_s: seconds spent decoding all problems, checking left out.
+        entropy_nats: mean entropy of the distributions that the tokens were taken from.
+        """
+        generations = [one.generation for one in self.scored]
+        correct = sum(one.correct for one in self.scored)
+        tokens = sum(one.num_tokens for one in generations)
+        nfe = sum(one.nfe for one in generations)
+        ended = [one for one in generations if one.finish_reason == "eos"]
+        return {
+            "n": len(generations),
+            "correct": correct,
+            "score": correct / len(generations),
+            "interval": wilson_interval(correct, len(generations)),
+            "tokens": tokens,
+            "nfe": nfe,
+            "prefill_forwards": sum(one.prefill_forwards for one in generations),
+            "tokens_per_forward": tokens / nfe,
+            "tokens_per_forward_eos": sum(one.num_tokens for one in ended)
+            / max(sum(one.nfe for one in ended), 1),
+            "eos_share": len(ended) / len(generations),
+            "entropy_nats": sum(sum(one.entropy) for one in generations) / tokens,
+            "wall_s": self.wall_s,
+        }
+
+
+def evaluate(
+    model: Model,
+    problems: Sequence[nano.Problem],
+    batch_size: int,
+    on_progress: Callable[[Score], None] = lambda score: None,
+    **options: Unpack[Options],
+) -> Score:
+    """The score of one setting on these problems; `on_progress` is called after every answer."""
+    score = Score()
+    prompts = [problem.prompt for problem in problems]
+    reveals: Iterator = stream(model, prompts, chat=True, batch_size=batch_size, **options)
+    while True:
+        begin = time.perf_counter()
+        reveal = next(reveals, None)
+        score.wall_s += time.perf_counter() - begin
+        if reveal is None:
+            return score
+        if reveal.generation is not None:
+            problem = problems[reveal.row]
+            correct = nano.check(problem, reveal.generation.text)
+            score.scored.append(Scored(problem, reveal.generation, correct))
+            on_progress(score)
+
+
+def run(
+    model: Model,
+    family: str,
+    problems: Sequence[nano.Problem],
+    batch_size: int,
+    on_progress: Callable[[Score], None],
+    **options: Unpack[Options],
+) -> dict[str, Any]:
+    """One line of a record: a model's score on a family under one setting."""
+    score = evaluate(model, problems, batch_size, on_progress, **options)
+    settings = score.scored[0].generation.settings
+    return {
+        "task": family,
+        "model": model.name,
+        "mode": settings.mode,
+        "solver": str(settings.solver) if settings.mode == "sbd" else None,
+        **score.result(),
+        "batch_size": batch_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "settings": describe(settings),
+    }
+
+
+def families(tasks: Sequence[str]) -> list[str]:
+    """The families that task names stand for, each once; "nano" is all of them.
+
+    Raises: ValueError for an unknown name.
+    """
+    found: dict[str, None] = {}
+    for task in tasks:
+        if task != "nano" and task not in nano.FAMILIES:
+            allowed = ", ".join(["nano", *nano.FAMILIES])
+            raise ValueError(f"task must be one of {allowed}, got {task!r}")
+        found |= dict.fromkeys(nano.FAMILIES if task == "nano" else [task])
+    return list(found)
+
+
+def table(results: Sequence[dict[str, Any]]) -> Table:
+    """The lines of a record as a table."""
+    shown = Table()
+    names = (
+        "task",
+        "model",
+        "mode",
+        "solver",
+        "n",
+        "score",
+        "95 %",
+        "tokens per forward",
+        "seconds",
+    )
+    for name in names:
+        shown.add_column(name, justify="left" if name in names[:4] else "right")
+    for line in results:
+        low, high = line["interval"]
+        shown.add_row(
+            line["task"],
+            line["model"],
+            line["mode"],
+            line["solver"] or "",
+            str(line["n"]),
+            f"{line['score']:.1%}",
+            f"{low:.1%} to {high:.1%}",
+            f"{line['tokens_per_forward']:.2f}",
+            f"{line['wall_s']:.1f}",
+        )
+    return shown
+
+
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a share."""
+    share, z2 = correct / n, Z_95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def describe(settings: Any) -> dict[str, Any]:
+    """Decoding settings as JSON values."""
+    return {**asdict(settings), "solver": str(settings.solver)}
+
+
+def new_record(command: Sequence[str] = sys.argv) -> dict[str, Any]:
+    """A record without results: the command, code, machine and versions that will make them."""
+    names = ("setblock", "torch", "transformers")
+    command = [Path(command[0]).name, *command[1:]]
+    return {
+        "command": " ".join(command),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+        "results": [],
+    }
+
+
+def save_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record; a reader never sees half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        answers = [
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True)
+            for words in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "-uno", "."],
+            )
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")

@@ -1,0 +1,138 @@
+"""What the terminal shows: answers coloured by the forward that revealed each token, tables, progress."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from setblock.generation import Generation, stream
+from setblock.model import Model
+
+# Neighbouring forwards are easy to tell apart; after the last colour the first comes again.
+COLORS = (
+    "cyan",
+    "magenta",
+    "yellow",
+    "green",
+    "blue",
+    "red",
+    "white",
+    "bright_cyan",
+    "bright_magenta",
+)
+
+
+def watch(
+    model: Model,
+    prompt: str,
+    options: dict[str, Any],
+    console: Console | None,
+    animate: bool,
+) -> Generation:
+    """The answer to a prompt, shown on the console (None shows nothing) as its forwards reveal it."""
+    if console is None or not (animate and console.is_terminal):
+        generation = _last(stream(model, [prompt], chat=True, **options))
+        if console is not None:
+            console.print(_answer(model, _slots(generation)))
+            console.print(_caption(generation), style="dim")
+        return generation
+    slots: dict[int, tuple[int, int]] = {}
+    generation = None
+    with Live(console=console, auto_refresh=False) as live:
+        for reveal in stream(model, [prompt], chat=True, **options):
+            slots |= {place: (token, reveal.nfe) for place, token in reveal.drafts}
+            generation = reveal.generation
+            if generation is not None:
+                slots = _slots(generation)
+            live.update(_answer(model, slots), refresh=True)
+    assert generation is not None
+    console.print(_caption(generation), style="dim")
+    return generation
+
+
+def _last(reveals: Iterator) -> Generation:
+    *_, last = reveals
+    return last.generation
+
+
+def _slots(generation: Generation) -> dict[int, tuple[int, int]]:
+    """Place -> (token, forward that revealed it)."""
+    pairs = zip(generation.token_ids, generation.reveal_step, strict=True)
+    return dict(enumerate(pairs))
+
+
+def _answer(model: Model, slots: dict[int, tuple[int, int]]) -> Text:
+    """The answer so far; a place not revealed yet shows as a dot."""
+    text = Text()
+    for place in range(max(slots, default=-1) + 1):
+        if place not in slots:
+            text.append("·", style="dim")
+            continue
+        token, nfe = slots[place]
+        text.append(model.decode([token]), style=COLORS[(nfe - 1) % len(COLORS)])
+    return text
+
+
+def _caption(generation: Generation) -> str:
+    mode = {"ntp": "token by token", "sbd": "set block decoding"}[generation.settings.mode]
+    return (
+        f"  {mode}: {generation.num_tokens} tokens in {generation.nfe} forwards, "
+        f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.3f} s\n"
+    )
+
+
+def total(answers: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """Sums over the answers of one mode; correct is None where nothing was checked."""
+    mine = [answer for answer in answers if answer["mode"] == mode]
+    sums = {name: sum(answer[name] for answer in mine) for name in ("num_tokens", "nfe", "wall_s")}
+    checked = [answer["correct"] for answer in mine if answer["correct"] is not None]
+    return {
+        "mode": str(mode),
+        "answers": len(mine),
+        "correct": sum(checked) if checked else None,
+        **sums,
+        "tokens_per_forward": sums["num_tokens"] / sums["nfe"],
+    }
+
+
+def table(totals: Sequence[dict[str, Any]]) -> Table:
+    """The totals of both modes side by side."""
+    shown = Table(title="All prompts")
+    for column in ("decoding", "correct", "tokens", "forwards", "tokens per forward", "seconds"):
+        shown.add_column(column, justify="left" if column == "decoding" else "right")
+    for row in totals:
+        correct = "" if row["correct"] is None else f"{row['correct']} of {row['answers']}"
+        name = {"ntp": "token by token (ntp)", "sbd": "set block decoding (sbd)"}[row["mode"]]
+        shown.add_row(
+            name,
+            correct,
+            str(row["num_tokens"]),
+            str(row["nfe"]),
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['wall_s']:.3f}",
+        )
+    return shown
+
+
+@contextmanager
+def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[[Any], None]]:
+    """A bar of `count` problems; the function it yields takes the running score after each."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=not console.is_terminal) as progress:
+        bar = progress.add_task(label, total=count)
+
+        def advance(score: Any) -> None:
+            shown = f"{label}  {score.accuracy:.1%} right"
+            progress.update(bar, completed=len(score.scored), description=shown)
+
+        yield advance

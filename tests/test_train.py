@@ -1,0 +1,439 @@
+"""The trainer: trl's, with eq. 14 of arXiv:2509.04185 for a loss. On the CPU, in float32."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset, IterableDataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl import SFTConfig
+
+from setblock import model, objective
+from setblock.train import Collator, SBDConfig, SBDTrainer, refuse_split_rows
+
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+MASK = SPECIAL.index("<mask>")
+VOCAB = 40
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def tokenizer():
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCAB))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    names = {f"{word.strip('<>')}_token": word for word in SPECIAL}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def network():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def samples(num_rows=8, prompt=3):
+    """Token rows of several lengths, the first tokens of each without a label."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(num_rows):
+        length = 6 + 5 * i % 9
+        ids = torch.randint(len(SPECIAL), VOCAB, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return rows
+
+
+def config(folder, cls=SBDConfig, **changes):
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "activation_checkpointing": False,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",  # Adam would blow differences of the last bit up to a whole step
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return cls(output_dir=str(folder), **{**settings, **changes})
+
+
+def trainer(folder, rows=None, *, net=None, eval_dataset=None, **changes):
+    dataset = rows
+    if not isinstance(rows, (Dataset, IterableDataset)):
+        dataset = Dataset.from_list(samples() if rows is None else rows)
+    return SBDTrainer(
+        net or network(),
+        config(folder, **changes),
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer(),
+    )
+
+
+def logged(trained, name):
+    return [line[name] for line in trained.state.log_history if name in line]
+
+
+def weights(trained):
+    return torch.cat([weight.detach().flatten() for weight in trained.model.parameters()])
+
+
+def steps(trained, num_batches=1):
+    """The views of an optimizer step, as the training loop asks for them."""
+    batches, count = trained.get_batch_samples(
+        iter(trained.get_train_dataloader()), num_batches, torch.device("cpu")
+    )
+    return [batch["view"] for batch in batches], count
+
+
+def test_one_batch_of_eight_is_eight_batches_of_one(tmp_path):
+    whole = trainer(tmp_path, per_device_train_batch_size=8)
+    parts = trainer(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    for run in (whole, parts):
+        run.train()
+    for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size", "matp_accuracy"):
+        assert len(logged(whole, name)) == 4
+        assert logged(whole, name) == pytest.approx(logged(parts, name), abs=1e-5)
+    assert len(set(logged(whole, "block_size"))) > 1
+    assert (weights(whole) - weights(parts)).abs().max() < 1e-5
+    assert (weights(whole) - weights(trainer(tmp_path))).abs().max() > 1e-3
+
+
+def test_logged_loss_is_the_mean_over_all_labels(tmp_path):
+    run = trainer(tmp_path, max_steps=1, per_device_train_batch_size=8)
+    [view], count = steps(run)
+    run.train()
+    ntp, matp = view.ntp_labels.ne(-100).sum().item(), view.matp_labels.ne(-100).sum().item()
+    assert count == ntp + matp
+    [loss], [ntp_loss], [matp_loss] = (
+        logged(run, name) for name in ("loss", "ntp_loss", "matp_loss")
+    )
+    assert loss == pytest.approx((ntp * ntp_loss + matp * matp_loss) / (ntp + matp), abs=1e-5)
+    assert logged(run, "mask_ratio") == [
+        pytest.approx(matp / sum(len(r["input_ids"]) - 3 for r in samples()))
+    ]
+
+
+def test_resume_changes_nothing(tmp_path):
+    # 8 rows in micro-batches of 2, two a step: an epoch is 2 steps, so that 3 is inside the second.
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "save_steps": 3,
+        "save_strategy": "steps",
+        "optim": "adamw_torch",
+    }
+    straight = trainer(tmp_path, **options)
+    straight.train()
+    resumed = trainer(tmp_path, net=network(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size"):
+        assert logged(resumed, name) == logged(straight, name)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_packed_is_unpacked(tmp_path):
+    options = {"max_steps": 2, "per_device_train_batch_size": 8}
+    apart = trainer(tmp_path, **options)
+    packed = trainer(tmp_path, packing=True, max_length=24, **options)
+    [view], count = steps(packed)
+    assert len(view.tokens) < 8
+    assert int(view.layout.document.max()) > 0
+    assert count == steps(apart)[1]
+    for run in (apart, packed):
+        run.train()
+    for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio"):
+        assert logged(packed, name) == pytest.approx(logged(apart, name), abs=1e-5)
+    assert (weights(apart) - weights(packed)).abs().max() < 1e-5
+
+
+def test_block_size_belongs_to_the_step_and_noise_to_the_epoch(tmp_path):
+    run = trainer(tmp_path, train_sampling_strategy="sequential")
+    seen = set()
+    for step in range(12):
+        run.state.global_step = step
+        views, _ = steps(run, num_batches=2)
+        block_size = objective.draw_block_size(run.args.seed, step)
+        assert all((view.layout.block < 16 / block_size + 1).all() for view in views)
+        assert len({int(view.layout.block.eq(0).sum(dim=1).min()) for view in views}) == 1
+        seen.add(block_size)
+    assert len(seen) > 5
+    first, again, second = (
+        (setattr(run.state, "epoch", epoch), steps(run)[0][0].matp_labels)[1]
+        for epoch in (0, 0.5, 1.25)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    # keyed by the row: the batch of the last rows has the noise that these rows have anywhere
+    rows = Dataset.from_list(samples()).add_column("sample_id", list(range(8)))
+    reordered = trainer(tmp_path, rows.select([5, 0, 7, 1]), train_sampling_strategy="sequential")
+    run.state.epoch = 0
+    both = steps(run, 2)[0]
+    alone = steps(reordered)[0][0]
+    expected, actual = both[0].matp_labels[0], alone.matp_labels[1]
+    assert_same_labels(expected, actual)
+    assert_same_labels(both[1].matp_labels[1], alone.matp_labels[0])
+
+
+def assert_same_labels(first, second):
+    length = min(len(first), len(second))
+    assert torch.equal(first[:length], second[:length])
+    assert (torch.cat([first[length:], second[length:]]) == -100).all()
+
+
+def test_overfits_a_few_rows(tmp_path):
+    run = trainer(
+        tmp_path,
+        samples(4),
+        max_steps=150,
+        optim="adamw_torch",
+        learning_rate=0.02,
+        logging_steps=10,
+    )
+    run.train()
+    for name, last in (("ntp_loss", 0.7), ("matp_loss", 1.5)):
+        losses = logged(run, name)
+        assert losses[0] > 3
+        assert losses[-1] < last
+    assert logged(run, "ntp_accuracy")[-1] > 0.8
+    assert logged(run, "matp_accuracy")[-1] > 0.5
+
+
+def test_next_token_objective_is_the_loss_of_transformers(tmp_path):
+    run = trainer(tmp_path, objective="ntp", max_steps=1, per_device_train_batch_size=8)
+    batch = next(iter(run.get_train_dataloader()))
+    with torch.no_grad():
+        theirs = network()(
+            input_ids=batch["input_ids"],
+            labels=batch["labels"],
+            attention_mask=(batch["document"] >= 0).long(),
+        ).loss.item()
+    run.train()
+    assert logged(run, "loss") == [pytest.approx(theirs, abs=1e-5)]
+    assert logged(run, "ntp_loss") == [pytest.approx(theirs, abs=1e-5)]
+    assert logged(run, "matp_loss") == logged(run, "block_size") == []
+    assert "setblock" not in run.model.generation_config.to_dict()
+
+
+def test_bfloat16_stays_close(tmp_path):
+    losses = []
+    for bf16 in (False, True):
+        run = trainer(tmp_path, bf16=bf16, max_steps=3)
+        run.train()
+        assert weights(run).dtype == torch.float32
+        losses.append(logged(run, "loss"))
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "w5 w6 w7 w8", "completion": " w9 w10 w11 w12 w13 w14"}] * 4,
+        [
+            {
+                "input_ids": [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 2],
+                "completion_mask": [0] * 4 + [1] * 7,
+            }
+        ]
+        * 4,
+    ],
+    ids=["prompt-completion", "completion-mask"],
+)
+def test_prompts_are_neither_masked_nor_learned(tmp_path, rows):
+    run = trainer(tmp_path, rows)
+    masked = torch.zeros(11, dtype=torch.bool)
+    for epoch in range(8):
+        run.state.epoch = epoch
+        [view], _ = steps(run)
+        length = view.num_clean
+        assert view.tokens[0, :length].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 2]
+        assert view.ntp_labels[0].tolist() == [-100] * 3 + [9, 10, 11, 12, 13, 14, 2, -100]
+        masked |= (view.tokens[:, length:] == MASK).any(dim=0)
+    assert masked.tolist() == [False] * 4 + [True] * 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_plain_text_learns_every_token(tmp_path, stream):
+    rows = Dataset.from_list([{"text": "w5 w6 w7"}] * 8)
+    run = trainer(tmp_path, rows.to_iterable_dataset() if stream else rows)
+    [view], _ = steps(run)
+    assert view.ntp_labels[0].tolist() == [6, 7, 2, -100]
+    run.train()
+    assert len(logged(run, "matp_loss")) == 4
+
+
+def test_prepared_datasets_can_skip_preparation(tmp_path):
+    run = trainer(tmp_path, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)
+    run.train()
+    assert len(logged(run, "matp_loss")) == 1
+
+
+def test_evaluation_repeats_itself(tmp_path):
+    parts = {"seen": Dataset.from_list(samples(4)), "unseen": Dataset.from_list(samples(6)[4:])}
+    run = trainer(tmp_path, eval_dataset=parts, drop_ragged_block=True)
+    first, second = run.evaluate(), run.evaluate()
+    timed = ("runtime", "per_second")
+    for name in (name for name in first if not name.endswith(timed)):
+        assert first[name] == second[name]
+    assert "eval_unseen_loss" in first
+    logs = [line for line in run.state.log_history if "eval_unseen_loss" in line]
+    assert logs[0]["eval_matp_loss"] == logs[1]["eval_matp_loss"]
+    assert logs[0]["eval_block_size"] == run.args.max_block_size
+
+
+def test_checkpoints_know_their_mask_token(tmp_path):
+    net = network()
+    run = trainer(
+        tmp_path, net=net, max_steps=1, max_block_size=8, mask_token_id=39, rows=samples(4)
+    )
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    loaded = model.load(tmp_path / "saved")
+    assert loaded.trained
+    assert loaded.mask_token_id == 39
+    assert loaded.defaults["block_size"] == 8
+    continued = trainer(tmp_path, net=loaded.network, max_steps=1)
+    assert continued.mask_token_id == 39
+
+
+def test_collator_pads_on_the_right_to_a_multiple():
+    batch = Collator(pad_token_id=0, multiple=4)(
+        [
+            {
+                "input_ids": [5, 6, 7],
+                "labels": [-100, 6, 7],
+                "sample_id": [9, 9, 4],
+                "seq_lengths": [2, 1],
+            },
+            {"input_ids": [8], "labels": [8], "sample_id": 2},
+        ]
+    )
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[5, 6, 7, 0], [8, 0, 0, 0]],
+        "labels": [[-100, 6, 7, -100], [8, -100, -100, -100]],
+        "position_ids": [[0, 1, 0, 0], [0, 0, 0, 0]],
+        "document": [[0, 0, 1, -1], [0, -1, -1, -1]],
+        "sample_id": [[9, 4], [2, 0]],
+        "lengths": [[2, 1], [1, 0]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "mlm"}, r"objective must be one of \('sbd', 'ntp'\), got 'mlm'"),
+        ({"min_block_size": 0}, "got min_block_size=0, max_block_size=16"),
+        ({"max_block_size": 1}, "got min_block_size=2, max_block_size=1"),
+        ({"mask_token_id": -1}, "mask_token_id must be at least 0, got -1"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd'.*got 'wrapped'"),
+        ({"padding_free": True}, "padding_free must be False, got True"),
+        ({"loss_type": "dft"}, "loss_type must be 'nll', got 'dft'"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0.0, got 0.1"),
+        ({"average_tokens_across_devices": False}, "must be True, got False"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_what_the_trainer_cannot_do_is_refused(tmp_path):
+    dataset = Dataset.from_list(samples())
+    with pytest.raises(TypeError, match="args must be an SBDConfig, got SFTConfig"):
+        SBDTrainer(network(), config(tmp_path, SFTConfig), train_dataset=dataset)
+    with pytest.raises(model.ModelError, match=r"mask token 2 .* is also an EOS, BOS or padding"):
+        trainer(tmp_path, mask_token_id=2)
+    with pytest.raises(ValueError, match="max_length must be a number of tokens when packing"):
+        trainer(tmp_path, packing=True, max_length=None)
+    with pytest.raises(ValueError, match="sample_id must be a column of integers, got string"):
+        trainer(tmp_path, [{**row, "sample_id": "a"} for row in samples()])
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    with pytest.raises(ValueError, match=r"auxiliary loss .* set router_aux_loss_coef=0.0"):
+        trainer(tmp_path, net=experts)
+    with pytest.raises(ValueError, match="use evaluate"):
+        trainer(tmp_path).predict(dataset)
+    with pytest.raises(ValueError, match="rows need a labels column"):
+        Collator(0)([{"input_ids": [5], "sample_id": 0}])
+    with pytest.raises(
+        ValueError, match=r"a packed row .* needs a sample_id for each of its tokens"
+    ):
+        Collator(0)([{"input_ids": [5], "labels": [5], "sample_id": 0, "seq_lengths": [1]}])
+
+
+def test_rows_cut_into_pieces_are_refused():
+    with pytest.raises(ValueError, match="must be 1, got cp_size=2, sp_size=1"):
+        refuse_split_rows(ParallelismConfig(cp_size=2))
+    refuse_split_rows(ParallelismConfig(tp_size=2))
+    refuse_split_rows(None)
+
+
+def test_batches_that_teach_nothing_or_break_are_refused(tmp_path):
+    silent = [{**row, "labels": [-100] * len(row["input_ids"])} for row in samples(4)]
+    with pytest.raises(ValueError, match=r"a batch of step 0 has no labels: .* samples \[0, 1"):
+        trainer(tmp_path, silent, max_length=None, train_sampling_strategy="sequential").train()
+    spoilt = [{"input_ids": [5, MASK, 6], "labels": [5, MASK, 6]}]
+    with pytest.raises(ValueError, match=r"step 0 holds the mask token 3 in its text.*\[0\]"):
+        trainer(tmp_path, spoilt).train()
+    net = network()
+    net.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(ValueError, match="the loss of step 0 is not finite: next-token nan"):
+        trainer(tmp_path, net=net).train()
+
+
+def train_on_this_rank(folder):
+    run = trainer(
+        folder,
+        per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
+        train_sampling_strategy="sequential",
+    )
+    run.train()
+    if run.accelerator.is_main_process:
+        record = {name: logged(run, name) for name in ("loss", "ntp_loss", "matp_loss")}
+        record["weights"] = weights(run).tolist()
+        (folder / "record.json").write_text(json.dumps(record))
+
+
+def test_two_ranks_are_one(tmp_path):
+    records = []
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        if num_ranks == 1:
+            train_on_this_rank(folder)
+        else:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command = [sys.executable, *launch, __file__, str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+        records.append(json.loads((folder / "record.json").read_text()))
+    for name, values in records[0].items():
+        assert values == pytest.approx(records[1][name], abs=1e-5)
+
+
+if __name__ == "__main__":
+    train_on_this_rank(Path(sys.argv[1]))
