@@ -41,15 +41,16 @@ class Dtype(StrEnum):
 
 
 SOLVERS_HELP = (
-    "Which masked positions each forward reveals: entropy:GAMMA (the paper's), confidence-bound:GAMMA, "
-    "margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, fixed:N or prefix:TAU. "
+    "Which masked positions each forward reveals: entropy:GAMMA (the paper's), "
+    "confidence-bound:GAMMA, margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, "
+    "fixed:N or prefix:TAU. "
     "Default: the checkpoint's, else entropy:0.1."
 )
 ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A bundled model (nano, nano-twin), a checkpoint folder, a GGUF file or owner/name on the hub.",
+        help="A bundled model (nano, nano-twin), a checkpoint folder, a GGUF file, or a hub name.",
     ),
 ]
 MaskTokenOption = Annotated[
@@ -399,9 +400,13 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
 
 
 def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None) -> "Model":
+    from transformers.utils import logging
+
     from setblock.model import load
 
-    return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
+    logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
+    with err.status(f"loading {name}"):
+        return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
 
 
 def _warn_untrained(model: "Model", mode: str) -> None:
@@ -435,7 +440,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line; every expected failure is one line on stderr and a non-zero exit code."""
+    """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     try:
         app()
     except KeyboardInterrupt:

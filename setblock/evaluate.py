@@ -35,7 +35,7 @@ class Scored:
 
 @dataclass
 class Score:
-    """Sums over the problems of one task under one setting; `result()` is its line of the record."""
+    """What one setting made of the problems of one task; `result()` is its line of the record."""
 
     wall_s: float = 0.0
     scored: list[Scored] = field(default_factory=list)

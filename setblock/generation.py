@@ -63,8 +63,8 @@ class Generation:
     nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
     reveal_step: for each token the forward (1 .. nfe) that revealed it.
     entropy: for each token the entropy in nats of the distribution it was taken from.
-    prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of the
-    batch that the row was part of.
+    prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
+    the batch that the row was part of.
     finish_reason: "eos", "stop" or "length".
     """
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: answers coloured by the forward that revealed each token, tables, progress."""
+"""What the terminal shows: answers coloured by the forward that revealed each token, progress."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def watch(
     console: Console | None,
     animate: bool,
 ) -> Generation:
-    """The answer to a prompt, shown on the console (None shows nothing) as its forwards reveal it."""
+    """The answer to a prompt, shown on the console, if there is one, as forwards reveal it."""
     if console is None or not (animate and console.is_terminal):
         generation = _last(stream(model, [prompt], chat=True, **options))
         if console is not None:

@@ -38,7 +38,15 @@ from setblock.masks import CLEAN, PADDING, Layout, flex_block_mask, visible
 BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
-SETTINGS = {"mask_token_id": int, "block_size": int, "solver": str, "mode": str, "trained": bool}
+SETTINGS = {
+    "mask_token_id": int,
+    "block_size": int,
+    "solver": str,
+    "mode": str,
+    "trained": bool,
+    "dtype": str,
+    "device": str,
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Files and hub; contents; shapes; no gguf or accelerate package; weights.
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
@@ -341,39 +349,35 @@ class Model:
 
 def load(
     name_or_path: str | Path,
-    dtype: str | torch.dtype | None = "float32",
-    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
     mask_token_id: int | None = None,
 ) -> Model:
     """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
 
-    dtype: None for the checkpoint's own.
+    dtype: None for the checkpoint's setting, else float32 on a CPU and bfloat16 elsewhere; "auto"
+    for the type that the weights are stored in.
+    device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     Raises: ModelError.
     """
     name = str(name_or_path)
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not one of {_any(DTYPES)}")
-        dtype = DTYPES[dtype]
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
-        raise ModelError(f"device {str(device)!r} can't be used: {_one_line(error)}") from error
     source, origin = _locate(name)
     origin["trust_remote_code"] = False
     try:
+        settings = {} if "gguf_file" in origin else _checked_settings(_read_settings(source))
+        device = _device(device or settings.get("device"))
+        dtype = _dtype(dtype or settings.get("dtype"), device)
         config = AutoConfig.from_pretrained(source, **origin)
         _check_architecture(config)
         tokenizer = AutoTokenizer.from_pretrained(source, **origin)
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=dtype or "auto",
+            dtype=dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
             **origin,
         )  # type: ignore[misc]
-        settings = {} if "gguf_file" in origin else _read_settings(source)
     except ModelError:
         raise
     except Exception as error:
@@ -385,7 +389,39 @@ def load(
         raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
-    return Model(network.to(torch.device(device)), tokenizer, name, mask_token_id, settings)
+    return Model(network.to(device), tokenizer, name, mask_token_id, settings)
+
+
+def write_settings(folder: str | Path, **settings: Any) -> None:
+    """Put these settings into a checkpoint's generation_config.json, where `load` finds them.
+
+    Effects: replaces the file; other keys stay.
+    Raises: ModelError for a setting that `load` would refuse.
+    """
+    path = Path(folder) / "generation_config.json"
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    content["setblock"] = _checked_settings(content.get("setblock", {}) | settings)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
+        raise ModelError(f"device {str(device)!r} can't be used: {_one_line(error)}") from error
+    return torch.device(device)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of {_any([*DTYPES, 'auto'])}")
+    return DTYPES[dtype]
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

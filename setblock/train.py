@@ -6,7 +6,7 @@ an optimizer step draws its block size and its noise before its first forward an
 of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setblock.objective).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, no_type_check
@@ -312,8 +312,9 @@ class Collator:
     multiple: int = 1
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        if "labels" not in rows[0]:
-            raise ValueError("rows need a labels column (-100 where there is no loss)")
+        for name in ("input_ids", "labels", "sample_id"):
+            if name not in rows[0]:
+                raise ValueError(f"rows need the column {name}, got {', '.join(rows[0])}")
         length = max(len(row["input_ids"]) for row in rows)
         length += -length % self.multiple
         lengths = [row.get("seq_lengths", [len(row["input_ids"])]) for row in rows]
@@ -404,7 +405,7 @@ def _map_datasets(function: Callable[[Any], Any], datasets: Any) -> Any:
     return function(datasets)
 
 
-def _repeat_sample_id(row: dict[str, Any]) -> dict[str, list[int]]:
+def _repeat_sample_id(row: Mapping[str, Any]) -> dict[str, list[int]]:
     return {"sample_id": [row["sample_id"]] * len(row["input_ids"])}
 
 

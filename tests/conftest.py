@@ -7,16 +7,10 @@ from pathlib import Path
 # Read at import: no test may wait for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from tokenizers import (  # noqa: E402
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-)
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 CHAT = (
     "{% for message in messages %}<user>{{ message['content'] }}</s>{% endfor %}"

@@ -1,4 +1,4 @@
-"""A model without weights: logits from tables, cache without keys, so that decoding runs in no time."""
+"""A model without weights: logits come from tables, the cache holds plain token ids."""
 
 import torch
 from torch import Tensor

@@ -6,47 +6,44 @@ from setblock.masks import Layout
 
 
 def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int], int, list[int]]:
-    """(answer ids, forwards, forward that revealed each id): one row, no cache, the whole text every time."""
-    block_size = settings.block_size if settings.mode == "sbd" else 0
-    eos = set() if settings.ignore_eos else model.eos_token_ids
-    mask, limit = model.mask_token_id, settings.max_new_tokens
-    answer: list[int] = []
-    revealed_at: list[int] = []
-    forwards = 0
+    """(answer, forwards, forward that revealed each token): one row, no cache, the whole text anew."""
+    sbd = settings.mode == "sbd"
+    eos = frozenset() if settings.ignore_eos else model.eos_token_ids
+    answer, revealed_at, forwards = [], [], 0
     while True:
         start = len(prompt) + len(answer)
-        block, steps = [mask] * block_size, [0] * block_size
-        while True:
-            forwards += 1
-            text = prompt + answer + block
-            logits = model.forward(torch.tensor([text]), _layout(len(text), start))[0]
-            if not block_size:
-                position = torch.tensor([[start]])
-                block = settings.sampler.pick(logits[-1:][None], torch.tensor([row]), position)[0].tolist()
-                steps = [forwards]
-                break
-            first_eos = min((i for i, t in enumerate(block) if t in eos), default=block_size)
-            open_slots = [
-                token == mask and len(answer) + i < limit and i < first_eos
+        size = settings.block_size if sbd else 1
+        block, steps = [model.mask_token_id] * size, [0] * size
+        while any(
+            eligible := [
+                token == model.mask_token_id
+                and len(answer) + i < settings.max_new_tokens
+                and eos.isdisjoint(block[:i])
                 for i, token in enumerate(block)
             ]
-            if not any(open_slots):
-                forwards -= 1  # nothing was left to reveal: this forward is not part of the method
-                break
-            reveal = settings.solver.reveal(logits[None, start:], torch.tensor([open_slots]))[0]
-            position = torch.arange(start, len(text))[None]
-            chosen = settings.sampler.pick(logits[None, start:], torch.tensor([row]), position)[0]
-            for i in reveal.nonzero()[:, 0].tolist():
-                block[i], steps[i] = int(chosen[i]), forwards
+        ):
+            forwards += 1
+            text = prompt + answer + (block if sbd else [])
+            logits = model.forward(torch.tensor([text]), _layout(len(text), start))
+            # A mask predicts itself; without masks the last token predicts the next.
+            logits = logits[:, -size:]
+            masked = torch.tensor([eligible])
+            reveal = settings.solver.reveal(logits, masked) if sbd else masked
+            position = torch.arange(start, start + size)[None]
+            chosen = settings.sampler.pick(logits, torch.tensor([row]), position)
+            for i in reveal[0].nonzero()[:, 0].tolist():
+                block[i], steps[i] = int(chosen[0, i]), forwards
         for token, step in zip(block, steps, strict=True):
             answer.append(token)
             revealed_at.append(step)
-            text = model.decode(answer)
-            if token in eos or len(answer) == limit or any(stop in text for stop in settings.stop):
-                return answer, revealed_at and max(revealed_at), revealed_at
+            stopped = any(stop in model.decode(answer) for stop in settings.stop)
+            if stopped or token in eos or len(answer) == settings.max_new_tokens:
+                # Forwards after the last of these served only what is cut off here.
+                return answer, max(revealed_at), revealed_at
 
 
 def _layout(length: int, start: int) -> Layout:
+    """Clean tokens before `start`, one noisy block from there on."""
     position = torch.arange(length)[None]
     noisy = position >= start
     return Layout(

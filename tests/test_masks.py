@@ -347,6 +347,14 @@ def test_flex_attention_equals_dense_attention(example, window):
     torch.testing.assert_close(found, expected)
 
 
+def test_decoding_layout_holds_clean_then_noisy_then_padding():
+    layout = decoding_layout(row(4, 5, 6, 7), torch.tensor([5]), torch.tensor([7]))
+    assert layout.position.tolist() == [[4, 5, 6, 0]]
+    assert layout.horizon.tolist() == [[5, 5, 5, 1]]
+    assert layout.block.tolist() == [[CLEAN, 5, 5, CLEAN]]
+    assert layout.document.tolist() == [[0, 0, 0, PADDING]]
+
+
 def test_layout_maps_and_joins():
     layout = causal_layout(row(3, 4))
     assert layout.map(lambda tensor: tensor[:, 1:]).horizon.tolist() == [[5]]

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,19 @@ def run(model: Model, cache, rows: list[tuple[list[int], int, int]]) -> list[tor
     start, end = (torch.tensor([row[i] for row in rows]) for i in (1, 2))
     logits = model.forward(tokens, decoding_layout(position, start, end), cache)
     return [logits[i, : end[i] - cached[i]] for i in range(len(rows))]
+
+
+def memories(cache) -> list[torch.Tensor]:
+    return [memory for layer in cache.layers for memory in (layer.keys, layer.values)]
+
+
+def embeddings(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return network.get_input_embeddings().weight, network.get_output_embeddings().weight
+
+
+def token_id(name: str, **options) -> int:
+    tokenizer: Any = make_tokenizer(**options)
+    return tokenizer.convert_tokens_to_ids(name)
 
 
 def check_against_uncached(model: Model, cache, rows) -> None:
@@ -144,8 +158,7 @@ def test_only_kept_clean_tokens_persist_in_the_cache(checkpoint, kind):
     cache = model.new_cache(2, 32)
 
     def prefix(row: int, length: int) -> list[torch.Tensor]:
-        memories = [memory for layer in cache.layers for memory in (layer.keys, layer.values)]
-        return [memory[row, :, :length].clone() for memory in memories]
+        return [memory[row, :, :length].clone() for memory in memories(cache)]
 
     run(model, cache, [(texts[0], 6, 6), (texts[1], 9, 9)])
     cache.keep(torch.tensor([6, 9]))
@@ -170,7 +183,7 @@ def test_memory_nobody_wrote_is_zero(checkpoint):
     model = load(checkpoint())
     cache = model.new_cache(1, 16)
     run(model, cache, [(random_text(model, 5), 5, 5)])
-    assert all((layer.keys[:, :, 5:] == 0).all() for layer in cache.layers)
+    assert all((memory[:, :, 5:] == 0).all() for memory in memories(cache))
 
 
 def test_cache_refuses_what_does_not_fit(checkpoint):
@@ -178,7 +191,7 @@ def test_cache_refuses_what_does_not_fit(checkpoint):
     cache = model.new_cache(1, 10)
     run(model, cache, [(random_text(model, 8), 8, 8)])
     cache.keep(torch.tensor([8]))
-    with pytest.raises(ValueError, match="prefix of 8 tokens and 4 query tokens exceed .* 10"):
+    with pytest.raises(ValueError, match=r"prefix of 8 tokens and 4 query tokens exceed .* 10"):
         run(model, cache, [(random_text(model, 12), 8, 12)])
 
 
@@ -280,15 +293,15 @@ def test_mask_token_order(checkpoint):
         "specials": ("<|reserved_special_token_0|>",),
         "free_rows": 5,
     }
-    tokenizer = make_tokenizer(mask_token="<mask>", specials=("<|reserved_special_token_0|>",))
+    names: dict[str, Any] = {"mask_token": "<mask>", "specials": everything["specials"]}
     assert mask_of(checkpoint(**everything), mask_token_id=7) == (7, "given explicitly")
     assert mask_of(checkpoint(**everything)) == (8, "the checkpoint's own setting")
     del everything["settings"]
-    expected = tokenizer.convert_tokens_to_ids("<mask>")
+    expected = token_id("<mask>", **names)
     assert mask_of(checkpoint(**everything)) == (expected, "the tokenizer's <mask>")
     del everything["mask_token"]
     reserved = "<|reserved_special_token_0|>"
-    expected = tokenizer.convert_tokens_to_ids(reserved)
+    expected = token_id(reserved, **names)
     assert mask_of(checkpoint(**everything)) == (expected, f"the reserved token {reserved}")
     del everything["specials"]
     free = len(make_tokenizer())
@@ -308,10 +321,10 @@ def test_mask_token_order(checkpoint):
     ],
 )
 def test_reserved_tokens_of_known_tokenizers(checkpoint, specials, expected):
-    token_id, source = mask_of(checkpoint(specials=specials))
+    found, source = mask_of(checkpoint(specials=specials))
     assert expected in source
-    wanted = make_tokenizer(specials=specials).convert_tokens_to_ids(expected)
-    assert token_id == (wanted if expected != "<|mask|>" else len(make_tokenizer()) + len(specials))
+    new = len(make_tokenizer(specials=specials))
+    assert found == (new if expected == "<|mask|>" else token_id(expected, specials=specials))
 
 
 def test_a_reserved_token_in_use_is_passed_over(tmp_path):
@@ -327,8 +340,7 @@ def test_an_added_mask_token_starts_at_the_mean_and_is_found_again(checkpoint, t
     model, before = load(checkpoint(kind)), len(make_tokenizer())
     assert model.mask_token_id == before
     assert model.vocab_size == before + 1
-    embedding = model.network.get_input_embeddings().weight.data
-    head = model.network.get_output_embeddings().weight.data
+    embedding, head = embeddings(model.network)
     for weight in (embedding, head):
         torch.testing.assert_close(weight[-1], weight[:-1].mean(dim=0))
     assert (embedding.data_ptr() == head.data_ptr()) == (kind != "llama")
@@ -339,17 +351,17 @@ def test_an_added_mask_token_starts_at_the_mean_and_is_found_again(checkpoint, t
 
 @pytest.mark.parametrize("token", ["<s>", "</s>", "<pad>"])
 def test_a_mask_token_with_another_role_is_refused(checkpoint, token):
-    token_id = make_tokenizer().convert_tokens_to_ids(token)
-    with pytest.raises(ModelError, match=rf"mask token {token_id} \(given explicitly\) is also an"):
-        load(checkpoint(), mask_token_id=token_id)
+    wrong = token_id(token)
+    with pytest.raises(ModelError, match=rf"mask token {wrong} \(given explicitly\) is also an"):
+        load(checkpoint(), mask_token_id=wrong)
     with pytest.raises(ModelError, match=r"\(the checkpoint's own setting\) is also an"):
-        load(checkpoint(settings={"mask_token_id": token_id}))
+        load(checkpoint(settings={"mask_token_id": wrong}))
 
 
-@pytest.mark.parametrize("token_id", [-1, 261, 10_000])
-def test_a_mask_token_outside_the_embedding_is_refused(checkpoint, token_id):
-    with pytest.raises(ModelError, match=f"mask token {token_id} .* not among the 261 embeddings"):
-        load(checkpoint(), mask_token_id=token_id)
+@pytest.mark.parametrize("wrong", [-1, 261, 10_000])
+def test_a_mask_token_outside_the_embedding_is_refused(checkpoint, wrong):
+    with pytest.raises(ModelError, match=f"mask token {wrong} .* not among the 261 embeddings"):
+        load(checkpoint(), mask_token_id=wrong)
 
 
 # The checkpoint's own settings
@@ -413,9 +425,8 @@ def test_text(checkpoint):
     assert model.decode([*model.encode("a"), *model.eos_token_ids, model.mask_token_id]) == "a"
     assert model.decode([]) == ""
     assert model.encode("") == [model.bos_token_id]
-    user, generated = model.tokenizer.convert_tokens_to_ids(["<user>", "<model>"])
     chat = model.encode("a", chat=True)
-    assert (chat[0], chat[-1]) == (user, generated)
+    assert (chat[0], chat[-1]) == (token_id("<user>"), token_id("<model>"))
     assert len(chat) == 4
     assert model.context_length == 256
 
@@ -439,7 +450,7 @@ def test_end_tokens_come_from_generation_config_and_tokenizer(checkpoint, tmp_pa
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [3, 4]}))
     model = load(folder)
-    assert model.eos_token_ids == {3, 4, model.tokenizer.eos_token_id}
+    assert model.eos_token_ids == {3, 4, token_id("</s>")}
 
 
 def test_padding_id_where_there_is_no_padding_token(checkpoint):
@@ -464,13 +475,13 @@ def test_the_checkpoints_own_dtype(checkpoint, tmp_path):
     model = load(checkpoint(), dtype="bfloat16")
     model.network.save_pretrained(tmp_path)
     model.tokenizer.save_pretrained(tmp_path)
-    assert load(tmp_path, dtype=None).dtype == torch.bfloat16
+    assert load(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16, float16, float32"),
+        ({"dtype": "int8"}, "dtype 'int8' is not one of auto, bfloat16, float16, float32"),
         ({"device": "abacus"}, "device 'abacus' can't be used"),
     ],
 )
@@ -481,12 +492,12 @@ def test_options_are_checked(checkpoint, options, message):
 
 @pytest.mark.parametrize("name", ["", "nanoo", "/no/such/folder", "./none", "none.gguf", "a/b/c"])
 def test_names_that_name_nothing(name):
-    with pytest.raises(ModelError, match="no model '.*': it is not a checkpoint folder, a GGUF"):
+    with pytest.raises(ModelError, match="it is not a checkpoint folder, a GGUF"):
         load(name)
 
 
 def test_a_hub_name_that_can_not_be_had():
-    with pytest.raises(ModelError, match="can't load 'nobody/nothing': .*") as caught:
+    with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
 
@@ -501,7 +512,7 @@ def test_incomplete_and_broken_folders(checkpoint, tmp_path):
     with pytest.raises(ModelError, match="can't load"):
         load(folder)
     weights.unlink()
-    with pytest.raises(ModelError, match="can't load .*safetensors"):
+    with pytest.raises(ModelError, match=r"can't load .*safetensors"):
         load(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer\.json or"):
@@ -637,13 +648,13 @@ def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
     size = len(original.tokenizer)  # the last row is the mask token's in one, "ab" in the other
     want, got = (uncached(m, ids, 7, 10)[:, :size] for m in (original, model))
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
-    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
-    assert (embedding.weight is head.weight) == (kind == "llama-tied")
+    embedding, head = embeddings(model.network)
+    assert (embedding is head) == (kind == "llama-tied")
 
     # Not flagged as quantized: it can be cast, saved and loaded again.
-    model.network.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    model.network.bfloat16().save_pretrained(tmp_path / "saved")
     model.tokenizer.save_pretrained(tmp_path / "saved")
-    assert load(tmp_path / "saved", dtype=None).dtype == torch.bfloat16
+    assert load(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
     assert load(path, dtype="bfloat16").dtype == torch.bfloat16
 
 
@@ -662,6 +673,7 @@ def test_table_model_obeys_the_same_rules_as_a_model(checkpoint):
     public = {name for name in vars(real) if not name.startswith("_")} - {"network", "tokenizer"}
     assert public <= set(vars(fake))
     text = [number % 9 + 3 for number in range(20)]
+    model: Any
     for model in (fake, real):
         cache = model.new_cache(2, 32)
         check_against_uncached(model, cache, [(text, 5, 5), (text, 7, 7)])

@@ -1,0 +1,35 @@
+# make demo: set up and watch the bundled model. make test: set up and run the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check setup train-demo clean
+
+demo: setup
+	$(BIN)/setblock demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+setup: $(VENV)/.ready
+
+# torch first and pinned: left to a dependency, pip would take the newest build with gigabytes of CUDA.
+# TORCH=torch takes the newest one instead, for a machine with a GPU.
+TORCH ?= torch==2.13.0
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+# Train the bundled models again, from nothing: about two hours on two cores.
+train-demo: setup
+	$(BIN)/python examples/train_demo.py --output-dir runs/nano
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,99 @@
+"""The package as a whole: its public names, what importing it costs, and which way imports point."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import setblock
+
+FOLDER = Path(setblock.__file__).parent
+# A module imports only from levels below its own.
+LEVELS = (
+    ("masks", "solvers", "roofline", "execution", "sampling"),
+    ("objective", "model", "nano"),
+    ("decode", "train"),
+    ("generation",),
+    ("evaluate",),
+    ("report",),
+    ("cli",),
+)
+LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
+MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
+
+
+def imported(source: str) -> set[str]:
+    """Modules of the package that this source imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        parts = [name.split(".") for name in names]
+        found |= {path[1] for path in parts if path[0] == "setblock" and len(path) > 1}
+    return found
+
+
+def test_every_import_is_seen():
+    source = (
+        "import setblock.masks, torch\nfrom setblock.model import load\n"
+        "def later():\n    from setblock import solvers\n"
+    )
+    assert imported(source) == {"masks", "model", "solvers"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_below(module):
+    assert module in LEVEL, f"setblock/{module}.py is new: give it a level in LEVELS"
+    for other in imported((FOLDER / f"{module}.py").read_text()) - set(setblock.__all__):
+        assert other in LEVEL, f"{module} imports setblock.{other}, which has no level in LEVELS"
+        assert LEVEL[other] < LEVEL[module], (
+            f"{module} (level {LEVEL[module]}) imports {other} (level {LEVEL[other]})"
+        )
+
+
+def test_no_module_below_the_top_imports_the_public_names():
+    """They are for users: `from setblock import load` inside the package would hide an arrow."""
+    for module in MODULES:
+        if LEVEL[module] < max(LEVEL.values()):
+            public = imported((FOLDER / f"{module}.py").read_text()) & set(setblock.__all__)
+            assert not public, f"{module} imports {public} from the package's front"
+
+
+def test_public_names():
+    assert sorted(setblock.__all__) == setblock.__all__
+    assert set(setblock.__all__) == set(setblock._HOMES)
+    for name, home in setblock._HOMES.items():
+        assert getattr(setblock, name) is getattr(import_module(f"setblock.{home}"), name)
+    public = {name for name in vars(setblock) if not name.startswith("_")}
+    # Once imported, modules are attributes of their package; so are the imports at its top.
+    assert public - set(MODULES) <= {*setblock.__all__, "TYPE_CHECKING", "Any", "import_module", "demo"}
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match="module 'setblock' has no attribute 'decoder'"):
+        _ = setblock.decoder  # type: ignore[attr-defined]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has imported after this statement."""
+    program = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_importing_the_package_is_cheap():
+    assert not modules_after("import setblock") & {"torch", "transformers", "matplotlib", "trl"}
+
+
+def test_generating_needs_neither_training_nor_plots():
+    loaded = modules_after("from setblock import generate, load")
+    assert "transformers" in loaded
+    assert not loaded & {"matplotlib", "trl", "datasets", "gguf"}
