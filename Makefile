@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test check setup train-demo clean
 
-demo: setup
+demo: $(VENV)/.base
 	$(BIN)/setblock demo
 
 test: setup
@@ -18,13 +18,19 @@ check: setup
 
 setup: $(VENV)/.ready
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
 # torch first and pinned: left to a dependency, pip would take the newest build with gigabytes of CUDA.
 # TORCH=torch takes the newest one instead, for a machine with a GPU.
 TORCH ?= torch==2.13.0
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.base
+	$(PIP) --editable ".[test]"
 	touch $@
 
 # Train the bundled models again, from nothing: about two hours on two cores.

@@ -2,8 +2,8 @@
 
     python examples/train_demo.py --output-dir runs/nano
 
-Stages run in order and resume where they were stopped. The twin and the SBD model start from the same
-base and see the same problems in the same order for the same number of steps.
+Stages run in order and resume where they were stopped. The twin and the SBD model start from the
+same base and see the same problems in the same order for the same number of steps.
 """
 
 import itertools
@@ -97,10 +97,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_dataset(
-    tokenizer: PreTrainedTokenizerFast, steps: int, batch_size: int, seed: int
+    tokenizer: PreTrainedTokenizerFast, steps: int, batch_size: int, seed: int, num_ends: int
 ) -> Dataset:
     """Token ids and completion masks: chat turns, now and then a plain prompt or small talk.
 
+    num_ends: end tokens after each answer. One ends it; a block's worth of them lets the model see,
+    as it will while decoding, blocks that go on behind the end.
     The rows of each step are sorted by length, so that its micro-batches need little padding.
     """
     rows: list[dict[str, list[int]]] = []
@@ -119,7 +121,7 @@ def build_dataset(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
         head_ids = tokenizer.encode(head, add_special_tokens=False)
-        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), end]
+        answer_ids = tokenizer.encode(answer, add_special_tokens=False) + [end] * num_ends
         mask = [0] * len(head_ids) + [1] * len(answer_ids)
         rows.append({"input_ids": head_ids + answer_ids, "completion_mask": mask})
     batches = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
@@ -169,7 +171,7 @@ def train_base(
                 warmup_steps=200,
             )
         ),
-        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=1),
+        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=1, num_ends=1),
         processing_class=tokenizer,
     )
     finish(trainer, folder)
@@ -183,14 +185,14 @@ def train_from_base(
     steps: int,
     batch_size: int,
 ) -> None:
-    """The NTP twin (objective "ntp") or the SBD model ("sbd"): base, data, order and steps are alike."""
+    """The NTP twin (objective "ntp") or the SBD model ("sbd"): same base, data, order and steps."""
     trainer = SBDTrainer(
         model=LlamaForCausalLM.from_pretrained(base, dtype=torch.float32),
         args=SBDConfig(
-            **settings(folder, steps, batch_size, lr_scheduler_type="cosine", warmup_steps=100),
+            **settings(folder, steps, batch_size, lr_scheduler_type="cosine", warmup_steps=50),
             objective=objective,
         ),
-        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=2),
+        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=2, num_ends=16),
         processing_class=tokenizer,
     )
     finish(trainer, folder)
@@ -209,7 +211,7 @@ def main(
         "runs/nano"
     ),
     base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1800,
-    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 1200,
+    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 900,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:

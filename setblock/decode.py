@@ -44,12 +44,20 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not all(self.stop):
-            raise ValueError("stop must hold no empty text")
+        if not isinstance(self.solver, Solver):
+            raise ValueError(f"solver must be a solver or its text, got {self.solver!r}")
+        for name in ("block_size", "max_new_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
+
+    @property
+    def num_slots(self) -> int:
+        """Positions that a row takes after its prompt: blocks stay whole beyond the limit."""
+        step = self.block_size if self.mode == "sbd" else 1
+        return -(-self.max_new_tokens // step) * step
 
 
 class DecodeState:
@@ -75,8 +83,7 @@ class DecodeState:
         self.model, self.settings = model, settings
         self.block_size = settings.block_size if settings.mode == "sbd" else 0
         lengths = [len(prompt) for prompt in prompts]
-        step = max(self.block_size, 1)
-        capacity = max(lengths) + -(-settings.max_new_tokens // step) * step
+        capacity = max(lengths) + settings.num_slots
         tokens = torch.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
             tokens[slot, : len(prompt)] = torch.tensor(prompt)
@@ -93,12 +100,14 @@ class DecodeState:
             dtype=torch.long,
             device=model.device,
         )
-        # A forward takes at most 2k tokens from where the cache ends, or the whole prompt.
-        self.cache = model.new_cache(len(prompts), capacity + 2 * step)
+        # The last forward of a row starts k tokens before the end and may hold 2k, to go with
+        # another row's.
+        self.cache = model.new_cache(len(prompts), capacity + self.block_size)
 
     def step(self) -> Bool[Tensor, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
 
+        A row that has ended must be dropped by `select` first: nothing here stops it at its limit.
         Effects: tokens, counts and cache change in place.
         """
         prompt_forward = self.cache.lengths == 0

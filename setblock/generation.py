@@ -36,7 +36,8 @@ class Options(TypedDict, total=False):
 def settings_for(model: Model, **options: Unpack[Options]) -> Settings:
     """The options as `Settings`, what is absent taken from the checkpoint.
 
-    Raises: ValueError naming the option, its value and what is allowed.
+    Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
+    is no option.
     """
     if unknown := set(options) - set(Options.__annotations__):
         raise TypeError(
@@ -179,9 +180,12 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
         raise ValueError(f"prompt {row} is empty: decoding needs at least one token")
     if not all(0 <= token < model.vocab_size for token in prompt):
         raise ValueError(f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}")
-    if len(prompt) + settings.max_new_tokens > model.context_length:
+    if len(prompt) + settings.num_slots > model.context_length:
+        limit = f"max_new_tokens={settings.max_new_tokens}"
+        if settings.num_slots > settings.max_new_tokens:
+            limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
         raise ValueError(
-            f"prompt {row} has {len(prompt)} tokens; with max_new_tokens={settings.max_new_tokens} "
+            f"prompt {row} has {len(prompt)} tokens; with {limit} "
             f"it exceeds the model's context of {model.context_length} tokens"
         )
 
@@ -202,12 +206,12 @@ def _stream_batch(
             prefill_s = now - begin
         going = []
         for slot, row in enumerate(state.rows.tolist()):
-            ids, ended = state.committed(slot)
-            ids, text, stopped = pieces[row].extend(ids, ended)
+            answer, ended = state.committed(slot)
+            answer, text, stopped = pieces[row].extend(answer, ended)
             generation = None
             if ended or stopped:
                 generation = _finish(
-                    state, slot, ids, pieces[row], stopped, prefill_s, now - begin - prefill_s
+                    state, slot, answer, pieces[row], stopped, prefill_s, now - begin - prefill_s
                 )
             else:
                 going.append(slot)

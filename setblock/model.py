@@ -48,8 +48,8 @@ SETTINGS = {
     "device": str,
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-# Files and hub; contents; shapes; no gguf or accelerate package; weights.
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+# Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights.
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError)
 BACKENDS = {"sdpa": visible, "flex_attention": flex_block_mask}
 
 # Classes whose forward takes one mask per layer type; the tests run each of them.
@@ -389,7 +389,8 @@ def load(
         raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
-    return Model(network.to(device), tokenizer, name, mask_token_id, settings)
+    network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
+    return Model(network, tokenizer, name, mask_token_id, settings)
 
 
 def write_settings(folder: str | Path, **settings: Any) -> None:
@@ -575,4 +576,5 @@ def _any(names: Iterable[str]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    text = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split())[:300]

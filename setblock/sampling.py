@@ -19,20 +19,21 @@ from torch import Tensor
 class Sampler:
     """How a token is picked: temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
     top_k: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 keeps every token), got {self.top_k}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+        t, p, k, seed = self.temperature, self.top_p, self.top_k, self.seed
+        if not _is(t, float, int) or not 0 <= t < float("inf"):
+            raise ValueError(f"temperature must be a finite number >= 0, got {t!r}")
+        if not _is(p, float, int) or not 0 < p <= 1:
+            raise ValueError(f"top_p must be a number in (0, 1], got {p!r}")
+        if not _is(k, int) or k < 0:
+            raise ValueError(f"top_k must be an integer >= 0 (0 keeps every token), got {k!r}")
+        if not _is(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}")
 
     def pick(
         self,
@@ -47,7 +48,9 @@ class Sampler:
         """
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        kept = keep_likeliest(logits.float() / self.temperature, self.top_k, self.top_p)
+        # The largest becomes 0 first, which no temperature, however small, makes overflow.
+        logits = logits.float() - logits.float().amax(dim=-1, keepdim=True)
+        kept = keep_likeliest(logits / self.temperature, self.top_k, self.top_p)
         return (kept + self._noise(rows, position, logits)).argmax(dim=-1)
 
     def _noise(self, rows: Tensor, position: Tensor, logits: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ def gumbel(seed: int, row: int, position: int, vocab: int) -> np.ndarray:
 
 
 def keep_likeliest(
-    logits: Float[Tensor, "batch block vocab"], top_k: int, top_p: float
+    logits: Float[Tensor, "batch block vocab"], top_k: int, top_p: float | int
 ) -> Float[Tensor, "batch block vocab"]:
     """The logits, -inf outside the top_k likeliest tokens and the smallest set of mass top_p.
 
@@ -79,8 +82,14 @@ def keep_likeliest(
     ranked = logits.gather(-1, order)
     if top_k:
         ranked[..., top_k:] = float("-inf")
-    probability = ranked.softmax(dim=-1)
-    mass_before = probability.cumsum(dim=-1) - probability
-    mass_before[..., 0] = 0
-    ranked = ranked.masked_fill(mass_before >= top_p, float("-inf"))
+    if top_p < 1:
+        probability = ranked.softmax(dim=-1)
+        mass_before = probability.cumsum(dim=-1) - probability
+        mass_before[..., 0] = 0
+        ranked = ranked.masked_fill(mass_before >= top_p, float("-inf"))
     return torch.empty_like(logits).scatter_(-1, order, ranked)
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """Whether the value is of one of these types; True and False are no numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)

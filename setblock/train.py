@@ -17,7 +17,9 @@ from datasets import Dataset, IterableDataset, Value
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import SFTConfig, SFTTrainer, pack_dataset
+
+# trl fills its namespace lazily, which hides these names from type checkers.
+from trl import SFTConfig, SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import objective
 from setblock.masks import CLEAN
@@ -104,6 +106,9 @@ class SBDTrainer(SFTTrainer):
     that is not finite, naming the step.
     """
 
+    args: SBDConfig
+    model: PreTrainedModel
+
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -140,9 +145,11 @@ class SBDTrainer(SFTTrainer):
                 "the auxiliary loss of a mixture of experts is not supported: set "
                 "router_aux_loss_coef=0.0"
             )
-        assert args.pad_to_multiple_of is None or isinstance(args.pad_to_multiple_of, int)
+        pad_token_id, multiple = self._tokenizer.pad_token_id, args.pad_to_multiple_of or 1
+        assert isinstance(pad_token_id, int)
+        assert isinstance(multiple, int)
         # trl takes no collator of ours beside packing, so it comes after __init__.
-        self.data_collator = Collator(self._tokenizer.pad_token_id, args.pad_to_multiple_of or 1)
+        self.data_collator = Collator(pad_token_id, multiple)
         # compute_loss divides by the label counts of the whole step, so nobody else shall.
         self.loss_is_scaled_for_ga = True
         self.mask_token_id = self._adopt_mask_token() if args.objective == "sbd" else None
@@ -167,7 +174,7 @@ class SBDTrainer(SFTTrainer):
             count += batch["view"].supervised.sum()
         if self.args.world_size > 1:
             # Tensor-parallel ranks hold the same batch.
-            count = self.accelerator.gather(count).sum() // self.get_tp_size()
+            count = torch.as_tensor(self.accelerator.gather(count)).sum() // self.get_tp_size()
         return batches, count
 
     def compute_loss(
@@ -213,7 +220,7 @@ class SBDTrainer(SFTTrainer):
         """Logs `logs` with the means since the last line; a collective call over the ranks."""
         mode = "train" if self.model.training else "eval"
         totals = self._totals[mode]
-        totals.values = self.accelerator.reduce(totals.values, "sum")
+        totals.values = torch.as_tensor(self.accelerator.reduce(totals.values, "sum"))
         for name, value in totals.means().items():
             self._metrics[mode][name].append(value)
         self._totals[mode] = _Totals(self.accelerator.device)
@@ -259,7 +266,7 @@ class SBDTrainer(SFTTrainer):
         Effects: as those of Model(); the network's generation_config gets a "setblock" entry.
         Raises: ModelError.
         """
-        generation = self.model.generation_config
+        generation: Any = self.model.generation_config  # takes keys of its users
         settings = {**generation.to_dict().get("setblock", {})}
         model = Model(
             self.model, self._tokenizer, mask_token_id=self.args.mask_token_id, settings=settings
@@ -285,16 +292,16 @@ class SBDTrainer(SFTTrainer):
         # of a tokenised dataset whose completion_mask says which tokens they are.
         if args.completion_only_loss is None and "completion_mask" in (dataset.column_names or ()):
             self.completion_only_loss = True
-        dataset = super()._prepare_dataset(
+        prepared: Any = super()._prepare_dataset(
             dataset, processing_class, args, False, formatting_func, name
         )
         if packing:
             if args.max_length is None:
                 raise ValueError("max_length must be a number of tokens when packing, got None")
-            dataset = dataset.map(_repeat_sample_id)
-            dataset = dataset.select_columns(["input_ids", "labels", "sample_id"])
-            dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        return dataset
+            prepared = prepared.map(_repeat_sample_id)
+            prepared = prepared.select_columns(["input_ids", "labels", "sample_id"])
+            prepared = pack_dataset(prepared, args.max_length, args.packing_strategy)
+        return prepared
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "labels", "sample_id", "seq_lengths"]

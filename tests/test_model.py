@@ -10,11 +10,17 @@ from conftest import KINDS, make_tokenizer, save_checkpoint
 from fakes import TableModel
 from gguf import GGUFWriter, TokenType
 
+from setblock import model as subject
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout, decoding_layout
-from setblock.model import Model, ModelError, attention_mask, load
+from setblock.model import Model, ModelError, attention_mask, write_settings
 
 TOLERANCE = 1e-5
 DENSE = [kind for kind in KINDS if kind != "mixtral"]
+
+
+def load(name, device: str | None = "cpu", **options) -> Model:
+    """Load on the CPU, where the laws hold to the last bits, accelerator or not."""
+    return subject.load(name, device=device, **options)
 
 
 def random_text(model: Model, length: int, seed: int = 0) -> list[int]:
@@ -403,7 +409,7 @@ def test_defaults_without_settings(checkpoint):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"blocksize": 8}, "'blocksize' is not one of block_size, mask_token_id, mode, solver"),
+        ({"blocksize": 8}, "'blocksize' is not one of block_size, .*mask_token_id, mode, solver"),
         ({"block_size": 0}, "block_size must be a int of at least 1, got 0"),
         ({"block_size": "8"}, "block_size must be a int of at least 1, got '8'"),
         ({"trained": 1}, "trained must be a bool, got 1"),
@@ -412,6 +418,30 @@ def test_defaults_without_settings(checkpoint):
 def test_settings_that_make_no_sense_are_refused(checkpoint, settings, message):
     with pytest.raises(ModelError, match=message):
         load(checkpoint(settings=settings))
+
+
+def test_settings_written_to_a_checkpoint_are_found(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(), tmp_path / "copy")
+    write_settings(folder, mask_token_id=7, trained=True)
+    write_settings(folder, block_size=4, dtype="float16", device="cpu")
+    model = load(folder, device=None)
+    assert (model.mask_token_id, model.trained, model.defaults["block_size"]) == (7, True, 4)
+    assert (model.dtype, model.device.type) == (torch.float16, "cpu")
+    assert load(folder, dtype="float32").dtype == torch.float32
+    assert load(folder).eos_token_ids == {token_id("</s>")}  # the file's other keys stay
+    with pytest.raises(ModelError, match="'blocksize' is not one of"):
+        write_settings(folder, blocksize=4)
+    write_settings(folder, device="abacus")
+    with pytest.raises(ModelError, match="device 'abacus' can't be used"):
+        load(folder, device=None)
+
+
+def test_device_and_dtype_without_settings(checkpoint):
+    model = load(checkpoint(), device=None)
+    if torch.cuda.is_available():
+        assert (model.device.type, model.dtype) == ("cuda", torch.bfloat16)
+    else:
+        assert (model.device.type, model.dtype) == ("cpu", torch.float32)
 
 
 # Text

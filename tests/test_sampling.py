@@ -22,6 +22,15 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tenso
     return logits
 
 
+def build(**fields) -> Sampler:
+    """A sampler made without the runtime type check of the test run, as a user's call makes it."""
+    sampler = object.__new__(Sampler)
+    for name, value in fields.items():
+        object.__setattr__(sampler, name, value)
+    sampler.__post_init__()
+    return sampler
+
+
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
@@ -34,7 +43,7 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tenso
 def test_what_a_sampler_refuses(field, values, message):
     for value in values:
         with pytest.raises(ValueError, match=f"{message}.*got {value!r}"):
-            Sampler(**{field: value})
+            build(**{field: value})
 
 
 def test_what_a_sampler_takes():
@@ -55,13 +64,11 @@ def test_what_a_sampler_takes():
 
 
 def test_noise_is_fixed_by_seed_row_and_position():
-    # Stored texts must come out the same with any version of numpy.
-    assert np.allclose(gumbel(7, 2, 31, 4), KNOWN, rtol=1e-6, atol=0)
+    # As drawn by numpy 2.4: results stored with a seed must come out the same with any other.
+    known = [0.8198829293251038, 2.111928939819336, 1.416284441947937, 2.2102808952331543]
+    assert np.allclose(gumbel(7, 2, 31, 4), known, rtol=1e-6, atol=0)
     assert gumbel(7, 2, 31, 4).dtype == np.float32
     assert np.array_equal(gumbel(7, 2, 31, 400)[:4], gumbel(7, 2, 31, 4))
-
-
-KNOWN = [0.0, 0.0, 0.0, 0.0]
 
 
 def test_noise_of_other_places_is_other_noise():
@@ -92,11 +99,11 @@ def test_picks_do_not_depend_on_the_batch_or_the_slot():
         one = slice(slot, slot + 1)
         assert torch.equal(sampler.pick(logits[one], rows[one], position[one]), together[one])
     turned = torch.tensor([4, 2, 0, 1, 3])
-    assert torch.equal(sampler.pick(logits[turned], rows[turned], position[turned]), together[turned])
-    slots = torch.tensor([5, 1, 3])
     assert torch.equal(
-        sampler.pick(logits[:, slots], rows, position[:, slots]), together[:, slots]
+        sampler.pick(logits[turned], rows[turned], position[turned]), together[turned]
     )
+    slots = torch.tensor([5, 1, 3])
+    assert torch.equal(sampler.pick(logits[:, slots], rows, position[:, slots]), together[:, slots])
 
 
 # ------------------------------------------------------------------ distribution

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
-from trl import SFTConfig
+from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import model, objective
 from setblock.masks import CLEAN
@@ -30,7 +31,7 @@ from setblock.train import Collator, SBDConfig, SBDTrainer, refuse_split_rows
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
 MASK = SPECIAL.index("<mask>")
 VOCAB = 40
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -64,7 +65,7 @@ def samples(num_rows=8, prompt=3):
     return rows
 
 
-def config(folder, cls=SBDConfig, **changes):
+def config(folder, cls: Any = SBDConfig, **changes):
     settings = {
         "use_cpu": True,
         "bf16": False,
@@ -83,13 +84,12 @@ def config(folder, cls=SBDConfig, **changes):
 
 
 def trainer(folder, rows=None, *, net=None, eval_dataset=None, **changes):
-    dataset = rows
     if not isinstance(rows, (Dataset, IterableDataset)):
-        dataset = Dataset.from_list(samples() if rows is None else rows)
+        rows = Dataset.from_list(samples() if rows is None else rows)
     return SBDTrainer(
         net or network(),
         config(folder, **changes),
-        train_dataset=dataset,
+        train_dataset=rows,
         eval_dataset=eval_dataset,
         processing_class=tokenizer(),
     )
@@ -381,8 +381,8 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path, monkeypatch):
     experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
     with pytest.raises(ValueError, match=r"auxiliary loss .* set router_aux_loss_coef=0.0"):
         trainer(tmp_path, net=experts)
+    run: Any = trainer(tmp_path)
     with pytest.raises(ValueError, match="use evaluate"):
-        run = trainer(tmp_path)
         run.predict(run.train_dataset)
     with pytest.raises(ValueError, match="rows need the column labels, got input_ids, sample_id"):
         Collator(0)([{"input_ids": [5], "sample_id": 0}])

@@ -1,0 +1,417 @@
+"""Prompts in, text out: options, ends, stop texts, streams and what a result says of itself."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from fakes import BOS, EOS, LETTERS, MASK, TableModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from setblock.decode import Settings
+from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
+from setblock.model import ModelError, load
+from setblock.sampling import Sampler
+from setblock.solvers import EntropyBound, FixedCount, entropy
+
+MODES = ["sbd", "ntp"]
+
+
+class ByteModel(TableModel):
+    """A token is a byte, so that a character may come in pieces."""
+
+    BYTES = sorted({*"aé€😀".encode(), 0xFF})
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(self.BYTES[i - 3] for i in ids if i >= 3).decode(errors="replace")
+
+
+def tokens_of(text: str) -> list[int]:
+    return [3 + ByteModel.BYTES.index(byte) for byte in text.encode()]
+
+
+def saying(answer: list[int], start: int = 1, model_class=TableModel) -> TableModel:
+    """A model that answers these tokens, then EOS for ever, after any prompt of `start` tokens."""
+    targets = torch.full((start + len(answer) + 129,), EOS)
+    targets[start : start + len(answer)] = torch.tensor(answer)
+    logits = 20 * torch.nn.functional.one_hot(targets, 3 + len(LETTERS)).float()
+    return model_class(logits[1:, None].repeat(1, 3 + len(LETTERS), 1), logits[:-1])
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_defaults_come_from_the_checkpoint():
+    model = TableModel.random()
+    expected = Settings("sbd", EntropyBound(0.1), 16, 256, Sampler(), (), False)
+    assert settings_for(model) == expected
+    model.defaults = {"mode": "ntp", "solver": "fixed:2", "block_size": 5}
+    assert settings_for(model) == dataclasses.replace(
+        expected, mode="ntp", solver=FixedCount(2), block_size=5
+    )
+    assert settings_for(model, mode="sbd", block_size=3, solver=None) == dataclasses.replace(
+        expected, solver=FixedCount(2), block_size=3
+    )
+
+
+def test_every_option_arrives():
+    solver = EntropyBound(0.3, "margin")
+    run = settings_for(
+        TableModel.random(), mode="ntp", solver=solver, block_size=7, max_new_tokens=9,
+        temperature=0.5, top_p=0.9, top_k=4, seed=8, stop=["a", "bc"], ignore_eos=True,
+    )  # fmt: skip
+    sampler = Sampler(temperature=0.5, top_p=0.9, top_k=4, seed=8)
+    assert run == Settings("ntp", solver, 7, 9, sampler, ("a", "bc"), True)
+    assert settings_for(TableModel.random(), stop="ab").stop == ("ab",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, r"mode must be one of sbd, ntp, got 'fast'"),
+        ({"solver": "entropy"}, r"solver must be one of entropy:GAMMA, .*; got 'entropy'"),
+        ({"solver": "entropy:-1"}, r"solver must be .* \(gamma must be a number from 0 to inf"),
+        ({"block_size": 0}, r"block_size must be an integer of at least 1, got 0"),
+        ({"block_size": True}, r"block_size must be an integer of at least 1, got True"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
+        ({"max_new_tokens": -5}, r"max_new_tokens must be an integer of at least 1, got -5"),
+        ({"temperature": -1.0}, r"temperature must be a finite number >= 0, got -1.0"),
+        ({"temperature": math.nan}, r"temperature must be a finite number >= 0, got nan"),
+        ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\], got 0.0"),
+        ({"top_k": -1}, r"top_k must be an integer >= 0 \(0 keeps every token\), got -1"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*63\), got -1"),
+        ({"stop": ""}, r"stop must be texts, none of them empty, got \('',\)"),
+        ({"stop": ["a", ""]}, r"stop must be texts, none of them empty, got \('a', ''\)"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    model = TableModel.random()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        generate(model, "a", **options)
+    # A stream refuses at once, not when it is first asked for a token.
+    with pytest.raises(ValueError, match=f"^{message}"):
+        stream(model, "a", **options)
+    assert not model.forwards
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"solver": 0.3}, "solver must be a solver or its text, got 0.3"),
+        ({"block_size": 2.0}, "block_size must be an integer of at least 1, got 2.0"),
+        ({"max_new_tokens": "9"}, "max_new_tokens must be an integer of at least 1, got '9'"),
+        ({"stop": (1,)}, r"stop must be texts, none of them empty, got \(1,\)"),
+    ],
+)
+def test_settings_of_a_wrong_type(fields, message):
+    # Set past the runtime type check of the test run, which would speak first.
+    run = Settings("sbd", EntropyBound(0.1), 16)
+    for name, value in fields.items():
+        object.__setattr__(run, name, value)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run.__post_init__()
+
+
+def test_unknown_options():
+    options = {"gama": 0.3, "n": 2}
+    with pytest.raises(TypeError, match=r"^unknown options \['gama', 'n'\]; known: \['block_size'"):
+        generate(TableModel.random(), "a", **options)
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+def test_batch_size_out_of_range(batch_size):
+    message = f"^batch_size must be at least 1, got {batch_size}"
+    with pytest.raises(ValueError, match=message):
+        generate(TableModel.random(), "a", batch_size=batch_size)
+
+
+def test_a_batch_larger_than_the_input():
+    model = TableModel.random()
+    assert len(generate(model, ["a", "b"], batch_size=50, max_new_tokens=3)) == 2
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_forms_of_a_prompt():
+    model = TableModel.random(vocab_size=31)
+    run = {"max_new_tokens": 12, "ignore_eos": True}
+    ids = [[BOS, 3, 4], [BOS, 5]]
+    expected = [result.token_ids for result in generate(model, ids, **run)]
+    assert [result.token_ids for result in generate(model, ["ab", "c"], **run)] == expected
+    assert [result.token_ids for result in generate(model, "ab", **run)] == expected[:1]
+    assert [result.prompt_tokens for result in generate(model, ids, **run)] == [3, 2]
+    assert generate(model, [], **run) == []
+    assert encode(model, tuple(map(tuple, ids))) == ids
+
+
+def test_an_empty_prompt(checkpoint):
+    with_bos, without = load(checkpoint("llama")), load(checkpoint("llama", bos=False))
+    (result,) = generate(with_bos, "", max_new_tokens=2)
+    assert result.prompt_tokens == 1
+    (same,) = generate(with_bos, [[with_bos.bos_token_id]], max_new_tokens=2)  # type: ignore[list-item]
+    assert result.token_ids == same.token_ids
+    with pytest.raises(ModelError, match="an empty prompt needs a BOS token"):
+        generate(without, "")
+    with pytest.raises(ValueError, match="prompt 1 is empty: decoding needs at least one token"):
+        generate(with_bos, [[1], []])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_of_one_token(mode):
+    (result,) = generate(TableModel.spelling("abc", start=1), [[BOS]], mode=mode)
+    assert result.text == "abc"
+    assert result.prompt_tokens == result.prefill_forwards == 1
+
+
+@pytest.mark.parametrize("token", [-1, 12])
+def test_a_prompt_of_tokens_that_do_not_exist(token):
+    model = TableModel.random()
+    with pytest.raises(ValueError, match=r"prompt 1 holds a token id outside 0\.\.11"):
+        generate(model, [[3], [3, token]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_leaves_too_little_room(mode):
+    model = TableModel.random(context_length=40)
+    run = {"mode": mode, "block_size": 4, "max_new_tokens": 8, "ignore_eos": True}
+    message = r"^prompt 1 has 33 tokens; with max_new_tokens=8 it exceeds the model's context of 40"
+    with pytest.raises(ValueError, match=message):
+        generate(model, [[3], [3] * 33], **run)
+    assert not model.forwards, "refused before any forward"
+    (result,) = generate(model, [[3] * 32], **run)
+    assert result.num_tokens == 8
+
+
+def test_a_last_block_that_sticks_out_of_the_context():
+    """Its slots past the limit are part of the input: networks may have no position for them."""
+    model = TableModel.random(context_length=40)
+    run = {"max_new_tokens": 9, "ignore_eos": True}
+    message = (
+        r"^prompt 0 has 30 tokens; with max_new_tokens=9 \(12 in whole blocks of 4\) it exceeds"
+    )
+    with pytest.raises(ValueError, match=message):
+        generate(model, [[3] * 30], block_size=4, **run)
+    assert generate(model, [[3] * 28], block_size=4, **run)[0].num_tokens == 9
+    assert generate(model, [[3] * 31], mode="ntp", block_size=4, **run)[0].num_tokens == 9
+
+
+def test_chat(checkpoint):
+    model = load(checkpoint("llama"))
+    text = "<user>hi</s><model>"
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encode(model, "hi", chat=True) == [ids]
+    (chat,) = generate(model, "hi", chat=True, max_new_tokens=3)
+    assert chat.prompt_tokens == len(ids)
+    with pytest.raises(ValueError, match="chat=True needs text prompts"):
+        generate(model, [[1, 2]], chat=True)
+    with pytest.raises(ModelError, match="has no chat template"):
+        generate(TableModel(torch.zeros(9, 9, 9), torch.zeros(9, 9), chat=False), "a", chat=True)
+
+
+# ------------------------------------------------------------------ ends
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_finish_reasons(mode):
+    model = TableModel.spelling("hello world. bye.", start=1)
+    run = {"mode": mode, "block_size": 7}
+    full, cut, short, past = (
+        generate(model, [[BOS]], **run, **options)[0]
+        for options in (
+            {},
+            {"stop": [". ", "x"]},
+            {"max_new_tokens": 5},
+            {"ignore_eos": True, "max_new_tokens": 20},
+        )
+    )
+    assert (full.finish_reason, full.text) == ("eos", "hello world. bye.")
+    assert full.token_ids[-1] == EOS
+    assert full.num_tokens == 18
+    assert (cut.finish_reason, cut.text) == ("stop", "hello world")
+    assert model.decode(list(cut.token_ids)) == "hello world. "
+    assert (short.finish_reason, short.text, short.num_tokens) == ("length", "hello", 5)
+    assert (past.finish_reason, past.text) == ("length", "hello world. bye.")
+    assert past.token_ids[-3:] == (EOS, EOS, EOS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_which_end_comes_first(mode):
+    model = TableModel.spelling("abcd", start=1)
+
+    def end(**options) -> tuple[str, str, int]:
+        (result,) = generate(model, [[BOS]], mode=mode, block_size=8, **options)
+        return result.finish_reason, result.text, result.num_tokens
+
+    assert end(stop="d") == ("stop", "abc", 4)
+    assert end(stop="cd", max_new_tokens=4) == ("stop", "ab", 4)
+    assert end(stop="cd", max_new_tokens=3) == ("length", "abc", 3)
+    assert end(max_new_tokens=5) == ("eos", "abcd", 5)
+    assert end(stop=["bcd", "bc"]) == ("stop", "a", 3)
+    assert end(stop=["c", "abc"]) == ("stop", "", 3)
+    assert end(stop="a") == ("stop", "", 1)
+    assert end(stop="dx") == ("eos", "abcd", 5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    answer=st.lists(st.integers(3, 5), min_size=1, max_size=20),
+    stop=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    block_size=st.integers(1, 9),
+    limit=st.integers(1, 25),
+)
+def test_equal_tokens_end_alike_in_both_modes(answer, stop, block_size, limit):
+    model = saying(answer)
+    sbd, ntp = (
+        generate(model, [[BOS]], mode=mode, stop=stop, block_size=block_size, max_new_tokens=limit)[
+            0
+        ]
+        for mode in MODES
+    )
+    for field in ("token_ids", "text", "finish_reason"):
+        assert getattr(sbd, field) == getattr(ntp, field)
+    assert sbd.nfe <= ntp.nfe == ntp.num_tokens
+
+
+# ------------------------------------------------------------------ streams
+
+
+def watch(model, prompts, **options) -> dict[int, list[Reveal]]:
+    """Each row's reveals, in their order."""
+    rows: dict[int, list[Reveal]] = {}
+    for reveal in stream(model, prompts, **options):
+        rows.setdefault(reveal.row, []).append(reveal)
+    return rows
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+@pytest.mark.parametrize("stop", [(), ("ab", "ccc", "e")])
+def test_a_stream_tells_everything_once(mode, batch_size, stop):
+    model = TableModel.random(seed=7)
+    prompts = [[3 + i] * (1 + i % 3) for i in range(5)]
+    run = {"mode": mode, "solver": "entropy:0.5", "block_size": 6, "max_new_tokens": 20}
+    run |= {"stop": stop, "temperature": 0.7, "seed": 1}
+    results = generate(model, prompts, **run)
+    rows = watch(model, prompts, batch_size=batch_size, **run)
+    assert sorted(rows) == list(range(5))
+    for row, reveals in rows.items():
+        *earlier, last = reveals
+        assert not any(reveal.generation for reveal in earlier)
+        assert last.generation is not None
+        for field in ("text", "token_ids", "finish_reason", "nfe", "reveal_step", "entropy"):
+            assert getattr(last.generation, field) == getattr(results[row], field)
+        assert "".join(reveal.text for reveal in reveals) == last.generation.text
+        # Every forward of the row brought something.
+        assert [reveal.nfe for reveal in reveals] == list(range(1, last.generation.nfe + 1))
+        drafts = [(offset, token, r.nfe) for r in reveals for offset, token in r.drafts]
+        assert len({offset for offset, _, _ in drafts}) == len(drafts)
+        kept = sorted(draft for draft in drafts if draft[0] < last.generation.num_tokens)
+        steps = zip(last.generation.token_ids, last.generation.reveal_step, strict=True)
+        assert kept == [(offset, token, step) for offset, (token, step) in enumerate(steps)]
+
+
+def test_text_is_handed_out_as_soon_as_it_is_sure():
+    # "b" may start the stop text; after "bx" it does not.
+    model = saying([3 + LETTERS.index(letter) for letter in "abxabcab"])
+    reveals = watch(model, [[BOS]], mode="ntp", stop=["bcd", "xx"])[0]
+    assert [reveal.text for reveal in reveals] == ["a", "", "b", "xa", "", "", "bca", "", "b"]
+    assert reveals[-1].generation is not None
+    assert reveals[-1].generation.text == "abxabcab"
+
+
+def test_half_a_character_is_held_back():
+    model = saying(tokens_of("é€😀a"), model_class=ByteModel)
+    reveals = watch(model, [[BOS]], mode="ntp")[0]
+    pieces = [reveal.text for reveal in reveals]
+    assert pieces == ["", "é", "", "", "€", "", "", "", "😀", "a", ""]
+
+
+def test_a_character_that_stays_half_is_handed_out_at_the_end():
+    model = saying(tokens_of("a€"), model_class=ByteModel)
+    reveals = watch(model, [[BOS]], mode="ntp", max_new_tokens=3)[0]
+    assert [reveal.text for reveal in reveals] == ["a", "", "\ufffd"]
+    assert reveals[-1].generation is not None
+    assert reveals[-1].generation.text == "a\ufffd"
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.integers(3, 2 + len(ByteModel.BYTES)), min_size=1, max_size=24)
+    | st.text("aé€😀", min_size=1, max_size=8).map(tokens_of),
+    stops=st.lists(st.text("aé€😀", min_size=1, max_size=3), max_size=3),
+    cuts=st.sets(st.integers(1, 23)),
+)
+def test_pieces_however_the_tokens_arrive(ids, stops, cuts):
+    model = saying([3], model_class=ByteModel)
+    # Next-token decoding: the first token after which the text holds a stop text ends it.
+    expected, text = ids, model.decode(ids)
+    for count in range(1, len(ids) + 1):
+        grown = model.decode(ids[:count])
+        if places := [grown.find(stop) for stop in stops if stop in grown]:
+            expected, text = ids[:count], grown[: min(places)]
+            break
+    pieces, handed_out = TextPieces(model, tuple(stops)), ""
+    for count in sorted({cut for cut in cuts if cut < len(ids)}) + [len(ids)]:
+        kept, piece, stopped = pieces.extend(ids[:count], ended=count == len(ids))
+        handed_out += piece
+        assert text.startswith(handed_out), "a piece would have to be taken back"
+        assert (
+            stopped == (len(expected) <= count and expected != ids or text != model.decode(ids))
+            or not stopped
+        )
+        if stopped:
+            break
+    assert (kept, handed_out, pieces.text) == (expected, text, text)
+
+
+# ------------------------------------------------------------------ results
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_results_come_in_the_order_of_the_prompts(batch_size):
+    model = TableModel.random(seed=2)
+    lengths = [5, 1, 9, 3, 1, 7]
+    prompts = [[3 + i] * length for i, length in enumerate(lengths)]
+    results = generate(model, prompts, batch_size=batch_size, max_new_tokens=6, ignore_eos=True)
+    assert [result.prompt_tokens for result in results] == lengths
+    alone = [generate(model, [p], max_new_tokens=6, ignore_eos=True)[0] for p in prompts]
+    assert [r.token_ids for r in results] == [r.token_ids for r in alone]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stop", [(), ("a", "cc")])
+def test_numbers_of_a_result(mode, stop):
+    model = TableModel.random(seed=8)
+    prompts = [[4], [3, 5], [7, 6, 8]]
+    run = settings_for(
+        model, mode=mode, solver="entropy:0.6", block_size=5, max_new_tokens=22,
+        temperature=1.0, top_k=5, stop=stop,
+    )  # fmt: skip
+    results = generate(
+        model, prompts, mode=mode, solver="entropy:0.6", block_size=5, max_new_tokens=22,
+        temperature=1.0, top_k=5, stop=stop,
+    )  # fmt: skip
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.settings == run
+        assert result.num_tokens == len(result.token_ids) == len(result.reveal_step)
+        assert result.num_tokens == len(result.entropy)
+        assert result.nfe == max(result.reveal_step)
+        assert set(result.reveal_step) <= set(range(1, result.nfe + 1))
+        assert result.tokens_per_forward == result.num_tokens / result.nfe
+        assert result.prefill_forwards == 1
+        assert result.wall_s == result.prefill_s + result.decode_s
+        assert result.prefill_s > 0
+        assert result.decode_s >= 0
+        assert MASK not in result.token_ids
+        if mode == "ntp":
+            assert result.tokens_per_forward == 1
+            assert result.reveal_step == tuple(range(1, result.num_tokens + 1))
+        # The model's own entropy: neither temperature nor top-k changes it.
+        text = [*prompt, *result.token_ids]
+        for i, nats in enumerate(result.entropy, start=len(prompt)):
+            table = model.noisy[i] if mode == "sbd" else model.next_token[i - 1, text[i - 1]]
+            logits = table.clone()
+            logits[MASK] = -torch.inf
+            assert nats == pytest.approx(float(entropy(logits[None, None])), abs=1e-6)
