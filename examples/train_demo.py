@@ -8,6 +8,7 @@ same base and see the same problems in the same order for the same number of ste
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from setblock import nano
+from setblock.model import write_settings
 from setblock.train import SBDConfig, SBDTrainer
 
 VOCABULARY_SIZE = 1024
@@ -198,6 +200,16 @@ def train_from_base(
     finish(trainer, folder)
 
 
+def bundle(tokenizer: PreTrainedTokenizerFast, trained: Path, folder: Path, **own: Any) -> None:
+    """Write the checkpoint that ships: bfloat16 weights, tokenizer, decoding defaults, the loss log."""
+    model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
+    model.generation_config._from_model_config = False  # else its own entries are dropped on load
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_settings(folder, mask_token_id=tokenizer.mask_token_id, dtype="float32", **own)
+    shutil.copyfile(trained / "log.json", folder / "log.json")
+
+
 def finish(trainer: SFTTrainer, folder: Path) -> None:
     trainer.train(
         resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None
@@ -213,6 +225,12 @@ def main(
     base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1800,
     steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 900,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
+    bundle_dir: Annotated[
+        Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Default solver of the shipped SBD model.")] = (
+        "entropy:0.1"
+    ),
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:
     """Train the nano models; about two hours on two CPU cores."""
@@ -228,6 +246,10 @@ def main(
     for name, train in stages.items():
         if only in ("", name) and not (output_dir / name / "model.safetensors").exists():
             train(output_dir / name)
+    if not only and bundle_dir is not None:
+        sbd = {"mode": "sbd", "trained": True, "solver": solver, "block_size": 16}
+        bundle(tokenizer, output_dir / "sbd", bundle_dir / "nano", **sbd)
+        bundle(tokenizer, output_dir / "twin", bundle_dir / "nano-twin", mode="ntp")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The `setblock` command. Every command also answers in JSON; errors are one line on stderr."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from enum import StrEnum
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from setblock.generation import Generation
@@ -22,8 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Names and model text are shown as they are: no [markup], no :emoji:.
+out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+err = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Mode(StrEnum):
@@ -150,9 +153,9 @@ def generate(
             pieces = ", ".join(
                 f"{place}:{model.decode([token])!r}" for place, token in reveal.drafts
             )
-            out.print(f"forward {reveal.nfe}: {pieces}", markup=False)
-        else:
-            out.print(reveal.text, end="", markup=False)
+            print(f"forward {reveal.nfe}: {pieces}", flush=True)
+        else:  # not through rich, which drops control characters and expands tabs
+            print(reveal.text, end="", flush=True)
     assert generation is not None
     if as_json:
         answer = to_json(generation, model)
@@ -160,7 +163,7 @@ def generate(
             answer["steps"] = [{"nfe": one.nfe, "drafts": one.drafts} for one in steps]
         _print_json(answer)
         return
-    out.print(generation.text if show_steps else "", markup=False)
+    print(generation.text if show_steps else "", flush=True)
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s "
@@ -199,6 +202,8 @@ def info(
         _print_json(facts)
         return
     table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, f"{value:,}" if name == "parameters" else str(value))
     out.print(table)
@@ -232,8 +237,8 @@ def demo(
     answers = []
     for number, question in enumerate(prompts):
         if not as_json:
-            out.rule(f"[bold]{number + 1} of {len(prompts)}")
-            out.print(question, style="bold", markup=False)
+            out.rule(Text(f"{number + 1} of {len(prompts)}", style="bold"))
+            out.print(question, style="bold")
         for mode in (Mode.ntp, Mode.sbd):
             options: dict[str, Any] = {"mode": mode, "solver": solver, "block_size": block_size}
             console = None if as_json else out
@@ -285,11 +290,13 @@ def evaluate(
     from setblock.live import progress_bar
 
     families = evaluation.families(task or ["nano"])
+    modes = mode or [Mode.ntp, Mode.sbd]
+    if solver and Mode.sbd not in modes:
+        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
-    modes = mode or [Mode.ntp, Mode.sbd]
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     record = evaluation.new_record()
     for model_name in model_names:
@@ -317,9 +324,8 @@ def evaluate(
     out.print(evaluation.table(record["results"]))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"ignore_unknown_options": True})
 def train(
-    context: typer.Context,
     model_name: Annotated[str, typer.Option("--model", help="The model to start from.")],
     data: Annotated[
         Path,
@@ -328,6 +334,9 @@ def train(
         ),
     ],
     output_dir: Annotated[Path, typer.Option(help="Where the trained checkpoint goes.")],
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="[--FIELD VALUE]...", help="See above.")
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -336,13 +345,13 @@ def train(
     For example: --max-steps 1000 --learning-rate 1e-5 --per-device-train-batch-size 4
     --max-block-size 16 --objective sbd|ntp.
     """
-    from setblock import train as training
+    from setblock.finetune import finetune
 
-    summary = training.train(model_name, data, output_dir, mask_token_id, context.args)
+    summary = finetune(model_name, data, output_dir, mask_token_id, fields or [])
     if as_json:
         _print_json(summary)
         return
-    out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}", markup=False)
+    out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}")
 
 
 def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
@@ -391,12 +400,13 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
         except ValueError:
             raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
     if file is not None:
-        return file.read_text()
-    if prompt is not None:
-        return prompt
-    if sys.stdin.isatty():
-        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
-    return sys.stdin.read()
+        return file.read_text(encoding="utf-8")
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
+        prompt = sys.stdin.read()
+    prompt.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
+    return prompt
 
 
 def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None) -> "Model":
@@ -405,7 +415,7 @@ def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int
     from setblock.model import load
 
     logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
-    with err.status(f"loading {name}"):
+    with err.status(Text(f"loading {name}")):
         return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
 
 
@@ -431,19 +441,25 @@ def _warm_up(model: "Model", mode: str) -> None:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
+    print(json.dumps(value), flush=True)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    err.print(f"error: {message}", style="red", markup=False)
+    err.print("error:", " ".join(message.split()), style="red")
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk; the interpreter would try again at exit and complain
+        sys.stdout = open(os.devnull, "w")
     sys.exit(code)
 
 
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     try:
-        app()
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:  # words that no command takes
+        _fail(error.format_message() or "a command is missing", error.exit_code)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        _fail(" ".join(str(error).split()) or type(error).__name__, 1)
+        _fail(str(error) or type(error).__name__, 1)
+    if code == 130:  # typer's answer to Ctrl-C
+        _fail("interrupted", code)

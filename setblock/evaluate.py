@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -149,7 +150,8 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
         "seconds",
     )
     for name in names:
-        shown.add_column(name, justify="left" if name in names[:4] else "right")
+        justify = "left" if name in names[:4] else "right"
+        shown.add_column(name, justify=justify, overflow="fold")
     for line in results:
         low, high = line["interval"]
         shown.add_row(
@@ -179,12 +181,11 @@ def describe(settings: Any) -> dict[str, Any]:
     return {**asdict(settings), "solver": str(settings.solver)}
 
 
-def new_record(command: Sequence[str] = sys.argv) -> dict[str, Any]:
+def new_record() -> dict[str, Any]:
     """A record without results: the command, code, machine and versions that will make them."""
     names = ("setblock", "torch", "transformers")
-    command = [Path(command[0]).name, *command[1:]]
     return {
-        "command": " ".join(command),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -208,15 +209,18 @@ def save_record(record: dict[str, Any], path: Path) -> None:
 
 def _commit() -> str | None:
     """The checkout's commit, with a + if files differ from it; None outside a checkout."""
-    folder = Path(__file__).parent
+    file = Path(__file__)
     try:
-        answers = [
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True)
+        _, commit, changes = [
+            subprocess.run(
+                ["git", *words], cwd=file.parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
             for words in (
+                ["ls-files", "--error-unmatch", file.name],  # fails in somebody else's checkout
                 ["rev-parse", "--short=12", "HEAD"],
                 ["status", "--porcelain", "-uno", "."],
             )
         ]
     except (OSError, subprocess.CalledProcessError):
         return None
-    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
+    return commit + ("+" if changes else "")

@@ -121,14 +121,17 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
 
 @contextmanager
 def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[[Any], None]]:
-    """A bar of `count` problems; the function it yields takes the running score after each."""
+    """A bar of `count` problems; the function it yields takes the running score after each.
+
+    Shows nothing where the console is no terminal.
+    """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not console.is_interactive) as progress:
         bar = progress.add_task(label, total=count)
 
         def advance(score: Any) -> None:

@@ -28,7 +28,7 @@ from setblock.model import Model, attention_mask
 OBJECTIVES = ("sbd", "ntp")
 
 
-# transformers' own fields hold values that their annotations exclude.
+# transformers' own fields hold values that their annotations exclude, so no runtime type check here.
 @no_type_check
 @dataclass
 class SBDConfig(SFTConfig):
@@ -92,6 +92,10 @@ class SBDConfig(SFTConfig):
         ):
             if getattr(self, name) != allowed:
                 raise ValueError(f"{name} must be {allowed!r}, got {getattr(self, name)!r}")
+
+
+# The mark has done its work; left there it would hide the fields from HfArgumentParser.
+del SBDConfig.__no_type_check__
 
 
 class SBDTrainer(SFTTrainer):
@@ -194,13 +198,15 @@ class SBDTrainer(SFTTrainer):
         block_size = inputs.get("block_size", self.args.max_block_size)
         view = inputs["view"] if "view" in inputs else self._view(inputs, 0, block_size)
         supervised = view.supervised
+        # Columns that any row supervises: indices are what every supported transformers takes here.
+        columns = supervised.any(dim=0).nonzero()[:, 0]
         logits = model(
             input_ids=view.tokens,
             position_ids=view.layout.position,
             attention_mask=attention_mask(self.model, view.layout, view.layout),
-            logits_to_keep=supervised,
+            logits_to_keep=columns,
             use_cache=False,
-        ).logits
+        ).logits[supervised[:, columns]]
         losses = objective.supervised_losses(logits, view)
         self._totals[mode].add(losses, logits.detach(), view, block_size, inputs["labels"])
         nats = losses.ntp_sum + losses.matp_sum

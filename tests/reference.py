@@ -6,7 +6,7 @@ from setblock.masks import Layout
 
 
 def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int], int, list[int]]:
-    """(answer, forwards, forward that revealed each token): one row, no cache, the whole text anew."""
+    """(answer, forwards, forward that revealed each token) of one row, with no cache at all."""
     sbd = settings.mode == "sbd"
     eos = frozenset() if settings.ignore_eos else model.eos_token_ids
     answer, revealed_at, forwards = [], [], 0

@@ -620,12 +620,12 @@ def write_gguf(path, network, tokenizer, tied: bool) -> None:
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab", "abc"]
     special = set(tokenizer.all_special_tokens)
     writer.add_token_list(tokens)
     kinds = [TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens]
     writer.add_token_types(kinds)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
@@ -665,7 +665,7 @@ def write_gguf(path, network, tokenizer, tied: bool) -> None:
     ("kind", "head_in_file"), [("llama", True), ("llama-tied", True), ("llama-tied", False)]
 )
 def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
-    original = load(checkpoint(kind, free_rows=1))
+    original = load(checkpoint(kind, free_rows=2))
     path = tmp_path / "tiny.gguf"
     write_gguf(path, original.network, original.tokenizer, tied=not head_in_file)
     model = load(path)
@@ -675,7 +675,9 @@ def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
     assert model.eos_token_ids == original.eos_token_ids
     assert model.encode("a", chat=True) == original.encode("a", chat=True)
     ids = original.encode(text)
-    size = len(original.tokenizer)  # the last row is the mask token's in one, "ab" in the other
+    size = len(
+        original.tokenizer
+    )  # the rows after it hold no token in one, "ab" and "abc" in the other
     want, got = (uncached(m, ids, 7, 10)[:, :size] for m in (original, model))
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     embedding, head = embeddings(model.network)

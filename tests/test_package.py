@@ -1,4 +1,4 @@
-"""The package as a whole: its public names, what importing it costs, and which way imports point."""
+"""The package as a whole: public names, what importing it costs, which way imports point."""
 
 import ast
 import subprocess
