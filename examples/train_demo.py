@@ -201,7 +201,7 @@ def train_from_base(
 
 
 def bundle(tokenizer: PreTrainedTokenizerFast, trained: Path, folder: Path, **own: Any) -> None:
-    """Write the checkpoint that ships: bfloat16 weights, tokenizer, decoding defaults, the loss log."""
+    """Write the checkpoint that ships: bfloat16 weights, tokenizer, defaults, the loss log."""
     model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.generation_config._from_model_config = False  # else its own entries are dropped on load
     model.save_pretrained(folder)

@@ -456,7 +456,7 @@ def _fail(message: str, code: int) -> NoReturn:
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
         _fail(error.format_message() or "a command is missing", error.exit_code)
     except (ValueError, TypeError, ImportError, OSError) as error:

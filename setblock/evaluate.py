@@ -151,7 +151,7 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     )
     for name in names:
         justify = "left" if name in names[:4] else "right"
-        shown.add_column(name, justify=justify, overflow="fold")
+        shown.add_column(name, justify=justify, no_wrap=name == "task", overflow="fold")
     for line in results:
         low, high = line["interval"]
         shown.add_row(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from datasets import Dataset
 from transformers import HfArgumentParser
 
@@ -55,6 +56,8 @@ def finetune(
 def parse_config(output_dir: Path, mask_token_id: int | None, arguments: list[str]) -> SBDConfig:
     """The SBDConfig that command-line words stand for."""
     words = ["--output_dir", str(output_dir), "--report_to", "none"]
+    if not torch.cuda.is_available():
+        words += ["--use_cpu"]  # else trl refuses its own default, bf16
     if mask_token_id is not None:
         words += ["--mask_token_id", str(mask_token_id)]
     parser = _Parser(SBDConfig, prog="setblock train", allow_abbrev=False)

@@ -104,7 +104,8 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
     """The totals of both modes side by side."""
     shown = Table(title="All prompts")
     for column in ("decoding", "correct", "tokens", "forwards", "tokens per forward", "seconds"):
-        shown.add_column(column, justify="left" if column == "decoding" else "right")
+        named = column == "decoding"
+        shown.add_column(column, justify="left" if named else "right", no_wrap=named)
     for row in totals:
         correct = "" if row["correct"] is None else f"{row['correct']} of {row['answers']}"
         name = {"ntp": "token by token (ntp)", "sbd": "set block decoding (sbd)"}[row["mode"]]

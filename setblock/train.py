@@ -28,7 +28,7 @@ from setblock.model import Model, attention_mask
 OBJECTIVES = ("sbd", "ntp")
 
 
-# transformers' own fields hold values that their annotations exclude, so no runtime type check here.
+# transformers' own fields hold values that their annotations exclude: no runtime type check.
 @no_type_check
 @dataclass
 class SBDConfig(SFTConfig):

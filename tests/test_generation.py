@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_settings_of_a_wrong_type(fields, message):
 
 
 def test_unknown_options():
-    options = {"gama": 0.3, "n": 2}
+    options: dict[str, Any] = {"gama": 0.3, "n": 2}
     with pytest.raises(TypeError, match=r"^unknown options \['gama', 'n'\]; known: \['block_size'"):
         generate(TableModel.random(), "a", **options)
 
@@ -136,7 +137,7 @@ def test_a_batch_larger_than_the_input():
 
 def test_forms_of_a_prompt():
     model = TableModel.random(vocab_size=31)
-    run = {"max_new_tokens": 12, "ignore_eos": True}
+    run: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     ids = [[BOS, 3, 4], [BOS, 5]]
     expected = [result.token_ids for result in generate(model, ids, **run)]
     assert [result.token_ids for result in generate(model, ["ab", "c"], **run)] == expected
@@ -176,7 +177,7 @@ def test_a_prompt_of_tokens_that_do_not_exist(token):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_that_leaves_too_little_room(mode):
     model = TableModel.random(context_length=40)
-    run = {"mode": mode, "block_size": 4, "max_new_tokens": 8, "ignore_eos": True}
+    run: dict[str, Any] = {"mode": mode, "block_size": 4, "max_new_tokens": 8, "ignore_eos": True}
     message = r"^prompt 1 has 33 tokens; with max_new_tokens=8 it exceeds the model's context of 40"
     with pytest.raises(ValueError, match=message):
         generate(model, [[3], [3] * 33], **run)
@@ -188,7 +189,7 @@ def test_a_prompt_that_leaves_too_little_room(mode):
 def test_a_last_block_that_sticks_out_of_the_context():
     """Its slots past the limit are part of the input: networks may have no position for them."""
     model = TableModel.random(context_length=40)
-    run = {"max_new_tokens": 9, "ignore_eos": True}
+    run: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
     message = (
         r"^prompt 0 has 30 tokens; with max_new_tokens=9 \(12 in whole blocks of 4\) it exceeds"
     )
@@ -217,9 +218,9 @@ def test_chat(checkpoint):
 @pytest.mark.parametrize("mode", MODES)
 def test_finish_reasons(mode):
     model = TableModel.spelling("hello world. bye.", start=1)
-    run = {"mode": mode, "block_size": 7, "max_new_tokens": 30}
+    run: dict[str, Any] = {"mode": mode, "block_size": 7, "max_new_tokens": 30}
     full, cut, short, past = (
-        generate(model, [[BOS]], **{**run, **options})[0]
+        generate(model, [[BOS]], **dict(run, **options))[0]
         for options in (
             {},
             {"stop": [". ", "x"]},
@@ -293,7 +294,12 @@ def watch(model, prompts, **options) -> dict[int, list[Reveal]]:
 def test_a_stream_tells_everything_once(mode, batch_size, stop):
     model = TableModel.random(seed=7)
     prompts = [[3 + i] * (1 + i % 3) for i in range(5)]
-    run = {"mode": mode, "solver": "entropy:0.5", "block_size": 6, "max_new_tokens": 20}
+    run: dict[str, Any] = {
+        "mode": mode,
+        "solver": "entropy:0.5",
+        "block_size": 6,
+        "max_new_tokens": 20,
+    }
     run |= {"stop": stop, "temperature": 0.7, "seed": 1}
     results = generate(model, prompts, **run)
     rows = watch(model, prompts, batch_size=batch_size, **run)

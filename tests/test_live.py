@@ -108,7 +108,7 @@ def test_not_animated_draws_the_end_only(model):
 
 def test_drafts_behind_the_end_disappear():
     """A place behind EOS may be revealed before it; the answer drawn last is the generation's."""
-    model = TableModel.spelling("hello", start=1 + len(PROMPT))
+    model = TableModel.spelling("hello", start=1 + len(PROMPT), sharpness=5.0)
     model.noisy[14] = 40.0 * (torch.arange(model.vocab_size) == 3 + LETTERS.index("z"))
     options = {"solver": "fixed:1", "block_size": 12, "max_new_tokens": 12}
     console = terminal()

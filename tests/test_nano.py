@@ -256,7 +256,13 @@ def test_a_list_or_date_with_one_wrong_item_is_wrong(kind):
     problem = one("lists", kind)
     head, answer = problem.answer.rsplit("Answer: ", 1)
     assert isinstance(problem.target, str)
-    for wrong in (answer[:-1], answer + "1", answer[::-1], answer.replace(", ", ","), f"[{answer}]"):
+    for wrong in (
+        answer[:-1],
+        answer + "1",
+        answer[::-1],
+        answer.replace(", ", ","),
+        f"[{answer}]",
+    ):
         if wrong != answer:
             assert not nano.check(problem, f"{head}Answer: {wrong}")
 

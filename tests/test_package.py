@@ -16,7 +16,7 @@ LEVELS = (
     ("masks", "solvers", "roofline", "execution", "sampling"),
     ("objective", "model", "nano"),
     ("decode", "train"),
-    ("generation",),
+    ("generation", "finetune"),
     ("evaluate", "live"),
     ("report",),
     ("cli",),

@@ -1,6 +1,7 @@
 """Picking tokens: what is refused, what the noise depends on, and the distribution it gives."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,14 +48,15 @@ def test_what_a_sampler_refuses(field, values, message):
 
 
 def test_what_a_sampler_takes():
-    for options in (
+    cases: tuple[dict[str, Any], ...] = (
         {"temperature": 0},
         {"temperature": 1},
         {"top_p": 1},
         {"top_p": 1e-9},
         {"top_k": 10**6},
         {"seed": 2**63 - 1},
-    ):
+    )
+    for options in cases:
         sampler = Sampler(**options)
         picked = sampler.pick(random_logits(1, 1, 5), torch.tensor([0]), torch.tensor([[0]]))
         assert 0 <= int(picked) < 4
@@ -223,20 +225,26 @@ def test_impossible_tokens_are_never_picked():
 def test_a_seed_fixes_the_texts_whatever_the_batch(mode):
     model = TableModel.random(seed=1)
     prompts = [[3, 4, 5], [3, 4, 5], [6], [3, 4, 5, 6, 7]]
-    run = {"mode": mode, "temperature": 1.0, "seed": 11, "max_new_tokens": 20, "ignore_eos": True}
+    run: dict[str, Any] = {
+        "mode": mode,
+        "temperature": 1.0,
+        "seed": 11,
+        "max_new_tokens": 20,
+        "ignore_eos": True,
+    }
     results = [r.token_ids for r in generate(model, prompts, **run)]
     for batch_size in (1, 2, 3):
         again = generate(model, prompts, batch_size=batch_size, **run)
         assert [r.token_ids for r in again] == results
     assert results[0] != results[1], "the same prompt in another row draws other noise"
-    other = generate(model, prompts, **{**run, "seed": 12})
+    other = generate(model, prompts, **dict(run, seed=12))
     assert all(a.token_ids != b for a, b in zip(other, results, strict=True))
 
 
 def test_the_order_of_revealing_does_not_change_the_noise():
     """On tables, where predictions depend on nothing else, all solvers give the same text."""
     model = TableModel.random(seed=1)
-    run = {"temperature": 1.0, "seed": 4, "max_new_tokens": 30, "ignore_eos": True}
+    run: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_new_tokens": 30, "ignore_eos": True}
     texts = {
         generate(model, [[5, 6]], solver=solver, block_size=size, **run)[0].token_ids
         for solver in ("fixed:1", "entropy:inf", "prefix:0.5")

@@ -1,0 +1,760 @@
+"""The `setblock` command: what it prints where, what it answers in JSON, how it fails."""
+
+import errno
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fakes import TableModel
+
+import setblock
+from setblock import cli, evaluate, generation, nano
+from setblock import model as models
+
+SHORT = ["--max-new-tokens", "8"]
+KEYS = [
+    "text", "token_ids", "num_tokens", "nfe", "prefill_forwards", "tokens_per_forward",
+    "reveal_step", "wall_s", "prefill_s", "decode_s", "finish_reason", "mode", "solver",
+    "block_size",
+]  # fmt: skip
+
+
+@dataclass
+class Result:
+    """What one call of the command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The object on stdout, which must hold nothing else."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        assert self.out.endswith("}\n")
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> str:
+        """The message of a call that failed in one line and printed no result."""
+        assert self.code != 0
+        assert self.out == ""
+        assert self.err.startswith("error: ")
+        assert self.err.count("\n") == 1
+        return self.err.removeprefix("error: ").strip()
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Run:
+    """run("generate", folder, ...): the command's main() with these words, in this process."""
+
+    def call(*words: object, stdin: io.StringIO | None = None) -> Result:
+        monkeypatch.setattr(sys, "argv", ["setblock", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", stdin or io.StringIO())
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = error.code
+        assert isinstance(code, int)
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def untrained(checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def trained(checkpoint) -> Path:
+    """A checkpoint that says it was trained, so that stderr stays empty of warnings."""
+    return checkpoint("llama", settings={"trained": True})
+
+
+@pytest.fixture
+def answering(monkeypatch) -> Callable[[TableModel], TableModel]:
+    """answering(model): every name loads this model, which has room for an answer."""
+
+    def use(model: TableModel) -> TableModel:
+        model.context_length = 1024
+        monkeypatch.setattr(models, "load", lambda name, **options: model)
+        return model
+
+    return use
+
+
+@pytest.fixture
+def short_demo(monkeypatch) -> None:
+    """`demo` has no option for it: four tokens are enough of a random model's answers."""
+    original = setblock.stream
+
+    def short(*words: Any, **options: Any) -> Any:
+        return original(*words, **options | {"max_new_tokens": 4})
+
+    monkeypatch.setattr("setblock.live.stream", short)
+
+
+def copied(checkpoint: Path, folder: Path, file: str, **changes: Any) -> Path:
+    """A copy of a checkpoint with changes in one of its JSON files."""
+    shutil.copytree(checkpoint, folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | changes))
+    return folder
+
+
+def api(folder: Path, prompt: Any, chat: bool = False, **options: Any) -> generation.Generation:
+    """What the Python interface answers."""
+    return setblock.generate(setblock.load(folder), [prompt], chat=chat, **options)[0]
+
+
+# generate: prompts
+
+
+def test_a_prompt_is_the_same_from_every_source(run, trained, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Grüße\n")
+    answers = [
+        run("generate", trained, "--prompt", "Grüße\n", "--json", *SHORT),
+        run("generate", trained, "--prompt-file", file, "--json", *SHORT),
+        run("generate", trained, "--json", *SHORT, stdin=io.StringIO("Grüße\n")),
+    ]
+    first, *others = [answer.json["token_ids"] for answer in answers]
+    assert others == [first, first]
+    assert tuple(first) == api(trained, "Grüße\n", max_new_tokens=8).token_ids
+
+
+def test_prompt_ids_are_used_as_they_are(run, trained):
+    """No BOS, no template."""
+    answer = run("generate", trained, "--prompt-ids", "72, 105,72", "--json", *SHORT).json
+    assert answer["prompt_tokens"] == 3
+    assert tuple(answer["token_ids"]) == api(trained, [72, 105, 72], max_new_tokens=8).token_ids
+    text = run("generate", trained, "--prompt", "abc", "--json", *SHORT).json
+    assert text["prompt_tokens"] == 4
+
+
+def test_chat_uses_the_template(run, trained):
+    answer = run("generate", trained, "--prompt", "abc", "--chat", "--json", *SHORT).json
+    assert answer["prompt_tokens"] == len("abc") + 3  # <user>, </s>, <model>
+    assert tuple(answer["token_ids"]) == api(trained, "abc", True, max_new_tokens=8).token_ids
+
+
+def test_an_empty_prompt_is_the_bos_token(run, trained):
+    assert run("generate", trained, "--prompt", "", "--json", *SHORT).json["prompt_tokens"] == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_no_prompt(run, trained):
+    result = run("generate", trained, stdin=Terminal("never read"))
+    assert result.error == "no prompt: give --prompt, --prompt-file, --prompt-ids or stdin"
+
+
+# generate: the answer
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--mode", "ntp"], {"mode": "ntp"}),
+        (["--mode", "sbd"], {"mode": "sbd"}),
+        (
+            ["--mode", "sbd", "--solver", "fixed:2", "--block-size", "6"],
+            {"mode": "sbd", "solver": "fixed:2", "block_size": 6},
+        ),
+        (
+            ["--temperature", "1.5", "--top-p", "0.8", "--top-k", "20", "--seed", "7"],
+            {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "seed": 7},
+        ),
+    ],
+)
+def test_the_command_answers_as_the_python_interface(run, trained, words, options):
+    answer = run("generate", trained, "--prompt", "hello", "--json", *SHORT, *words).json
+    expected = api(trained, "hello", max_new_tokens=8, **options)
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    assert tuple(answer["reveal_step"]) == expected.reveal_step
+    assert (answer["nfe"], answer["text"]) == (expected.nfe, expected.text)
+    assert {key: answer[key] for key in options} == options
+
+
+def test_json_of_sbd(run, trained):
+    words = ["--solver", "fixed:3", "--block-size", "6", "--max-new-tokens", "12"]
+    answer = run("generate", trained, "--prompt", "hello", "--json", *words).json
+    assert set(KEYS) <= set(answer)
+    assert isinstance(answer["text"], str)
+    assert all(isinstance(token, int) for token in answer["token_ids"])
+    assert len(answer["token_ids"]) == len(answer["reveal_step"]) == answer["num_tokens"] == 12
+    assert len(answer["entropy"]) == 12
+    assert sorted(answer["reveal_step"]) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert (answer["nfe"], answer["prefill_forwards"]) == (4, 1)
+    assert answer["tokens_per_forward"] == 3
+    assert answer["finish_reason"] == "length"
+    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "fixed:3", 6)
+    assert (answer["model"], answer["prompt_tokens"]) == (str(trained), 6)
+    assert (answer["temperature"], answer["top_p"], answer["top_k"]) == (0, 1, 0)
+
+
+def test_json_of_ntp(run, trained):
+    answer = run("generate", trained, "--prompt", "hi", "--mode", "ntp", "--json", *SHORT).json
+    assert set(KEYS) <= set(answer)
+    assert answer["reveal_step"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert answer["tokens_per_forward"] == 1
+    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("ntp", None, None)
+
+
+def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
+    """The clock stands still but for one second in each of these three."""
+    now = 0.0
+    load, start, step = models.load, cli._warm_up, generation.DecodeState.step
+
+    def second(function: Callable) -> Callable:
+        def timed(*words: Any, **options: Any) -> Any:
+            nonlocal now
+            now += 1
+            return function(*words, **options)
+
+        return timed
+
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(models, "load", second(load))
+    monkeypatch.setattr(cli, "_warm_up", second(start))
+    monkeypatch.setattr(generation.DecodeState, "step", second(step))
+    words = ["--prompt", "hi", "--solver", "fixed:2", "--json", *SHORT]
+    answer = run("generate", trained, *words).json
+    assert answer["prefill_s"] == 1
+    assert answer["decode_s"] == answer["nfe"] == 4
+    assert answer["wall_s"] == answer["prefill_s"] + answer["decode_s"]
+
+
+def test_the_text_comes_as_it_grows(run, answering):
+    answering(TableModel.spelling("many words. and more", start=3))
+    result = run("generate", "any", "--prompt", "hi", "--block-size", "4")
+    assert result.code == 0
+    assert result.out == "many words. and more\n"
+    assert result.err.startswith("21 tokens, 6 forwards, 3.50 tokens per forward, ")
+    assert result.err.endswith(" s (eos)\n")
+
+
+def test_the_text_is_not_touched(run, answering, monkeypatch):
+    """What a terminal library takes for markup, an emoji, a tab or a control character."""
+    model = answering(TableModel.spelling("abcde", start=3))
+    texts = dict(zip("abcde", ["[bold]", ":smile:", "\tx", "\x0b", "[/]\n"], strict=True))
+    spelled = model.decode
+    monkeypatch.setattr(model, "decode", lambda ids: "".join(texts[c] for c in spelled(ids)))
+    assert run("generate", "any", "--prompt", "hi").out == "".join(texts.values()) + "\n"
+
+
+def test_show_steps(run, answering):
+    answering(TableModel.spelling("abcd", start=3))
+    words = ["--prompt", "hi", "--solver", "fixed:2", "--block-size", "4", "--show-steps"]
+    result = run("generate", "any", *words, "--max-new-tokens", "4")
+    assert result.out == "forward 1: 0:'a', 1:'b'\nforward 2: 2:'c', 3:'d'\nabcd\n"
+    answer = run("generate", "any", *words, "--max-new-tokens", "4", "--json").json
+    assert answer["steps"] == [
+        {"nfe": 1, "drafts": [[0, 3], [1, 4]]},
+        {"nfe": 2, "drafts": [[2, 5], [3, 6]]},
+    ]
+
+
+def test_no_steps_unless_asked(run, trained):
+    assert "steps" not in run("generate", trained, "--prompt", "hi", "--json", *SHORT).json
+
+
+# generate: where it ends
+
+
+def test_a_stop_text_ends_the_answer(run, answering):
+    answering(TableModel.spelling("one. two. three.", start=3))
+    for words in (["--stop", "two"], ["--stop", "three", "--stop", "two", "--stop", "zzz"]):
+        answer = run("generate", "any", "--prompt", "hi", "--json", *words).json
+        assert answer["text"] == "one. "
+        assert answer["finish_reason"] == "stop"
+        assert answer["stop"] == words[1::2]
+
+
+@pytest.fixture
+def ending(checkpoint, tmp_path) -> tuple[Path, list[int]]:
+    """A checkpoint whose EOS is a token of its own greedy answer to "hello"; that answer, free."""
+    free = api(checkpoint("llama"), "hello", mode="ntp", max_new_tokens=8).token_ids
+    place = next(n for n, token in enumerate(free) if n > 1 and token not in free[:n])
+    changes = {"eos_token_id": free[place], "setblock": {"trained": True}}
+    folder = tmp_path / "ending"
+    copied(checkpoint("llama"), folder, "generation_config.json", **changes)
+    return folder, list(free)
+
+
+def test_eos_ends_the_answer_and_is_part_of_it(run, ending):
+    folder, free = ending
+    words = ["--prompt", "hello", "--mode", "ntp", "--json", *SHORT]
+    answer = run("generate", folder, *words).json
+    assert answer["finish_reason"] == "eos"
+    assert 2 < answer["num_tokens"] < 8
+    assert answer["token_ids"] == free[: answer["num_tokens"]]
+    assert (
+        answer["token_ids"][-1]
+        == json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    )
+
+
+def test_ignore_eos_goes_on_and_allows_it(run, ending):
+    folder, free = ending
+    words = ["--prompt", "hello", "--mode", "ntp", "--json", *SHORT]
+    answer = run("generate", folder, *words, "--ignore-eos").json
+    assert answer["token_ids"] == free
+    assert answer["finish_reason"] == "length"
+
+
+def test_ignore_eos_in_sbd(run, answering):
+    answering(TableModel.spelling("abc", start=3))
+    words = ["--prompt", "hi", "--json", *SHORT]
+    assert run("generate", "any", *words).json["token_ids"] == [3, 4, 5, 1]
+    assert run("generate", "any", *words, "--ignore-eos").json["token_ids"] == [3, 4, 5] + 5 * [1]
+
+
+# Models and their defaults
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "evaluate"])
+@pytest.mark.usefixtures("short_demo")
+def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
+    words = {
+        "generate": [untrained, "--prompt", "hi", *SHORT],
+        "demo": ["--model", untrained, "--prompt", "hi"],
+        "evaluate": [untrained, "--task", "lists", "--limit", "1", *SHORT],
+    }[command]
+    result = run(command, *words, "--json")
+    assert isinstance(result.json, dict)
+    assert result.err.startswith(f"warning: {untrained} was never trained for set block decoding")
+    assert result.err.count("\n") == 1
+
+
+def test_no_warning_where_it_does_not_matter(run, untrained, trained):
+    words = ["--prompt", "hi", "--json", *SHORT]
+    assert run("generate", untrained, "--mode", "ntp", *words).err == ""
+    assert run("generate", trained, *words).err == ""
+    words = ["--task", "lists", "--limit", "1", "--mode", "ntp", "--json", *SHORT]
+    assert run("evaluate", untrained, *words).err == ""
+
+
+def test_defaults_come_from_the_checkpoint(run, checkpoint):
+    settings = {
+        "mode": "ntp", "solver": "fixed:2", "block_size": 5, "dtype": "bfloat16", "device": "cpu",
+        "trained": True, "mask_token_id": 7,
+    }  # fmt: skip
+    folder = checkpoint("llama", settings=settings)
+    words = [folder, "--prompt", "hi", "--json", *SHORT]
+    answer = run("generate", *words).json
+    assert (answer["mode"], answer["dtype"], answer["device"]) == ("ntp", "bfloat16", "cpu")
+    assert answer["mask_token_id"] == 7
+    answer = run("generate", *words, "--mode", "sbd").json
+    assert (answer["solver"], answer["block_size"]) == ("fixed:2", 5)
+    options = [
+        "--mode", "sbd", "--solver", "prefix:0.5", "--block-size", "4", "--dtype", "float32",
+        "--device", "cpu", "--mask-token-id", "9",
+    ]  # fmt: skip
+    answer = run("generate", *words, *options).json
+    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "prefix:0.5", 4)
+    assert (answer["dtype"], answer["mask_token_id"]) == ("float32", 9)
+
+
+def test_other_defaults_are_those_that_help_states(run, trained):
+    answer = run("generate", trained, "--prompt", "hi", "--json", *SHORT).json
+    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "entropy:0.1", 16)
+    shown = " ".join(run("generate", "--help").out.replace("│", " ").split())
+    for words in (
+        "Default: the checkpoint's, else sbd.",
+        "Default: the checkpoint's, else entropy:0.1.",
+        "Default: the checkpoint's, else 16.",
+        "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
+        "Default: the checkpoint's, else cuda if there is one.",
+    ):
+        assert words in shown
+    assert (answer["dtype"], answer["device"]) in (("float32", "cpu"), ("bfloat16", "cuda:0"))
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_info(run, checkpoint, as_json):
+    folder = checkpoint("qwen3", settings={"solver": "fixed:2", "trained": True})
+    options = ["--dtype", "bfloat16", "--device", "cpu", "--mask-token-id", "8"]
+    result = run("info", folder, *options, *["--json"] * as_json)
+    facts = {
+        "architecture": "Qwen3ForCausalLM", "layers": 2, "context_length": 256,
+        "dtype": "bfloat16", "device": "cpu", "mask_token_id": 8,
+        "mask_token_source": "given explicitly", "eos_token_ids": [257], "sbd_trained": True,
+        "default_mode": "sbd", "default_solver": "fixed:2", "default_block_size": 16,
+    }  # fmt: skip
+    assert result.err == ""
+    if as_json:
+        assert {name: result.json[name] for name in facts} == facts
+        assert result.json["parameters"] > 10_000
+        return
+    rows = [line.split(None, 1) for line in result.out.splitlines()]
+    shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
+    assert {name: shown[name] for name in facts} == {k: str(v) for k, v in facts.items()}
+
+
+def test_info_loses_no_part_of_a_long_name(run, checkpoint, tmp_path):
+    folder = tmp_path / ("[long]" * 20)
+    folder.symlink_to(checkpoint("llama"))
+    result = run("info", folder)
+    assert str(folder) in "".join(line[20:].strip() for line in result.out.splitlines())
+
+
+# demo
+
+
+@pytest.mark.parametrize("live", ["--live", "--no-live"])
+def test_demo_shows_both_ways(run, answering, live):
+    answering(TableModel.spelling("some answer", start=3))
+    words = ["--model", "any", "--prompt", "hi", "--prompt", "go", "--solver", "fixed:4"]
+    result = run("demo", *words, "--block-size", "4", live)
+    assert result.code == 0
+    assert result.err == ""
+    assert result.out.count("some answer") == 4
+    assert result.out.count("token by token: 12 tokens in 12 forwards, 1.00 tokens per") == 2
+    assert result.out.count("set block decoding: 12 tokens in 3 forwards, 4.00 tokens per") == 2
+    assert "1 of 2" in result.out
+    for mode in ("token by token (ntp)", "set block decoding (sbd)"):
+        assert mode in result.out
+
+
+def test_demo_in_json(run, answering):
+    answering(TableModel.spelling("some answer", start=3))
+    words = ["--prompt", "hi", "--solver", "fixed:4", "--block-size", "4", "--json"]
+    answer = run("demo", *words).json
+    assert [one["mode"] for one in answer["answers"]] == ["ntp", "sbd"]
+    assert [one["nfe"] for one in answer["answers"]] == [12, 3]
+    assert [one["mode"] for one in answer["totals"]] == ["ntp", "sbd"]
+    assert all(one["correct"] is None for one in answer["answers"] + answer["totals"])
+
+
+@pytest.mark.usefixtures("short_demo")
+def test_demo_checks_its_own_problems(run, checkpoint, monkeypatch):
+    """One of each family; other ones for another seed."""
+    right: list[str] = []
+    seen: list[str] = []
+
+    def check(problem: nano.Problem, text: str) -> bool:
+        seen.append(problem.family)
+        return problem.family in right
+
+    monkeypatch.setattr(nano, "check", check)
+    folder = checkpoint("llama", settings={"trained": True})
+    right.append("json")
+    first = run("demo", "--model", folder, "--json").json
+    assert seen == [family for family in nano.FAMILIES for _ in range(2)]
+    assert [total["correct"] for total in first["totals"]] == [1, 1]
+    other = run("demo", "--model", folder, "--json", "--seed", "1").json
+    prompts = [[one["prompt"] for one in answer["answers"]] for answer in (first, other)]
+    assert len(set(prompts[0])) == 5
+    assert not set(prompts[0]) & set(prompts[1])
+
+
+def test_demo_needs_a_chat_template(run, checkpoint):
+    folder = checkpoint("llama", chat=False, settings={"trained": True})
+    result = run("demo", "--model", folder, "--prompt", "hi", "--json")
+    assert result.error.endswith("has no chat template; only plain prompts work")
+
+
+# evaluate
+
+
+def test_evaluate_every_option(run, trained, tmp_path):
+    path = tmp_path / "new" / "record.json"
+    words = [
+        "--task", "lists", "--task", "json", "--split", "validation", "--held-out", "--limit", "2",
+        "--batch-size", "2", "--mode", "sbd", "--mode", "ntp", "--solver", "fixed:2", "--solver",
+        "fixed:4", "--block-size", "4", "--max-new-tokens", "8", "--mask-token-id", "9", "--dtype",
+        "float32", "--device", "cpu", "--out", path,
+    ]  # fmt: skip
+    result = run("evaluate", trained, *words, "--json")
+    record = result.json
+    assert record == json.loads(path.read_text())
+    assert record["command"].startswith("setblock evaluate ")
+    lines = record["results"]
+    settings = [("ntp", None), ("sbd", "fixed:2"), ("sbd", "fixed:4")]
+    expected = [(*one, task) for one in settings for task in ("lists", "json")]
+    assert [(one["mode"], one["solver"], one["task"]) for one in lines] == expected
+    for one in lines:
+        assert (one["split"], one["held_out"]) == ("validation", True)
+        assert (one["n"], one["batch_size"], one["dtype"]) == (2, 2, "float32")
+        assert (one["settings"]["block_size"], one["settings"]["max_new_tokens"]) == (4, 8)
+    assert {one["tokens_per_forward"] for one in lines if one["mode"] == "ntp"} == {1}
+    assert result.err == ""
+
+
+def test_evaluate_shows_a_table(run, trained, checkpoint):
+    """All five families, by default token by token and by blocks, of both models."""
+    other = checkpoint("qwen3", settings={"trained": True})
+    words = ["--limit", "1", "--max-new-tokens", "2"]
+    result = run("evaluate", trained, other, *words, "--task", "nano")
+    rows = [line.split("│") for line in result.out.splitlines() if line.startswith("│")]
+    tasks = [row[1].strip() for row in rows if row[1].strip()]
+    assert tasks == [*nano.FAMILIES] * 4
+    assert result.err == ""
+
+
+def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    original = evaluate.run
+
+    def interrupted(model: Any, family: str, *words: Any, **options: Any) -> Any:
+        if family == "json":
+            raise KeyboardInterrupt
+        return original(model, family, *words, **options)
+
+    monkeypatch.setattr(evaluate, "run", interrupted)
+    words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
+    result = run("evaluate", trained, *words, "--out", path)
+    assert (result.code, result.error) == (130, "interrupted")
+    assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
+
+
+def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypatch):
+    monkeypatch.setattr(evaluate, "run", lambda *words, **options: pytest.fail("ran"))
+    result = run("evaluate", trained, "--solver", "fixed:2", "--solver", "entropy:-1")
+    assert "got 'entropy:-1'" in result.error
+
+
+# Errors: one line on stderr, exit code not 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt-ids", "1,x"], "--prompt-ids must be numbers such as 1,2,3, got '1,x'"),
+        (["--prompt-ids", ""], "--prompt-ids must be numbers"),
+        (["--prompt-ids", "1,99999"], "holds a token id outside 0.."),
+        (["--prompt-ids", "-1"], "holds a token id outside 0.."),
+        (["--prompt-ids", "1", "--chat"], "token ids are used as they are"),
+        (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids exclude each other"),
+        (["--prompt", "a" * 300], "exceeds the model's context of 256 tokens"),
+        (["--prompt", "a\udcff"], "surrogates not allowed"),
+        (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        (["--prompt-file", "/"], "Is a directory"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--prompt", "a", "--block-size", "0"], "block_size must be"),
+        (["--prompt", "a", "--solver", "best"], "solver must be one of entropy:GAMMA, "),
+        (["--prompt", "a", "--solver", "fixed:0"], "n must be an integer of at least 1, got 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be"),
+        (["--prompt", "a", "--top-k", "-1"], "top_k must be"),
+        (["--prompt", "a", "--seed", "-1"], "seed must"),
+        (["--prompt", "a", "--stop", ""], "stop must"),
+        (["--prompt", "a", "--mask-token-id", "99999"], "mask token 99999"),
+        (["--prompt", "a", "--device", "toaster"], "device 'toaster' can't be used"),
+        (["--prompt", "a", "--mode", "fast"], "Invalid value for '--mode'"),
+        (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
+        (["--promt", "a"], "No such option: --promt"),
+    ],
+)
+def test_wrong_words_of_generate(run, trained, words, message):
+    short = [] if "--max-new-tokens" in words else SHORT
+    result = run("generate", trained, *words, *short)
+    assert message in result.error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "gsm8k"], "task must be one of nano, arithmetic, word, json, code, lists"),
+        (["--split", "all"], "split must be one of train, validation, test, got 'all'"),
+        (["--split", "train", "--held-out"], "never part of the split 'train'"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
+        (["--limit", "1", "--block-size", "-1"], "block_size must be"),
+        (["--limit", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),
+    ],
+)
+def test_wrong_words_of_evaluate(run, trained, words, message):
+    assert message in run("evaluate", trained, *words).error
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model", "[/b]", ":smile:", ""])
+@pytest.mark.parametrize("command", ["generate", "info", "evaluate"])
+def test_an_unknown_model(run, name, command):
+    words = ["--prompt", "hi"] if command == "generate" else []
+    words = ["--limit", "1"] if command == "evaluate" else words
+    assert repr(name) in run(command, name, *words).error
+
+
+def test_a_broken_checkpoint(run, trained, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(trained, folder)
+    (folder / "model.safetensors").write_bytes(b"broken")
+    assert "can't load" in run("info", folder).error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate"], "Missing argument 'MODEL'."),
+        (["evaluate"], "Missing argument 'MODEL...'."),
+        (["learn"], "No such command 'learn'."),
+        (["info", "nano", "twin"], "Got unexpected extra argument(s) (twin)"),
+    ],
+)
+def test_usage_errors(run, words, message):
+    result = run(*words)
+    assert (result.code, result.error) == (2, message)
+
+
+def test_no_command_shows_the_commands(run):
+    result = run()
+    assert result.code == 2
+    assert "generate" in result.out
+    assert result.err == "error: a command is missing\n"
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["generate", "-h"], ["evaluate", "--help"]])
+def test_help(run, words):
+    result = run(*words)
+    assert (result.code, result.err) == (0, "")
+    assert "Usage: setblock" in result.out
+
+
+# Errors: disk and interrupts
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "evaluate"])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_while_decoding(run, trained, monkeypatch, command, as_json):
+    words = {
+        "generate": [trained, "--prompt", "hi", *SHORT],
+        "demo": ["--model", trained, "--seed", "1"],
+        "evaluate": [trained, "--task", "lists", *SHORT],
+    }[command]
+
+    def interrupted(self: generation.DecodeState) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_warm_up", lambda model, mode: None)
+    monkeypatch.setattr("setblock.live.stream", setblock.stream)
+    monkeypatch.setattr(generation.DecodeState, "step", interrupted)
+    monkeypatch.setattr(generation, "_check_prompt", lambda *words: None)
+    result = run(command, *words, *["--json"] * as_json)
+    assert (result.code, result.err) == (130, "error: interrupted\n")
+    assert not as_json or result.out == ""
+
+
+def full_disk(*words: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk(run, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    words = ["--task", "lists", "--limit", "1", "--json", *SHORT]
+    result = run("evaluate", trained, *words, "--out", tmp_path / "record.json")
+    assert (result.code, result.error) == (1, "[Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("place", ["/proc/record.json", "/dev/null/record.json"])
+def test_a_place_that_can_not_be_written(run, trained, place):
+    words = ["--task", "lists", "--limit", "1", *SHORT]
+    error = run("evaluate", trained, *words, "--out", place).error
+    assert error.startswith("[Errno ")
+    assert place.rsplit("/", 1)[0] in error
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_stdout_on_a_full_disk(run, trained, monkeypatch, as_json):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = run("generate", trained, "--prompt", "hi", *SHORT, *["--json"] * as_json)
+        assert (result.code, result.error) == (1, "[Errno 28] No space left on device")
+        assert sys.stdout is not full, "the interpreter would try again at exit"
+        sys.stdout.close()
+        with pytest.raises(OSError, match="No space left"):  # what is still to be written
+            full.close()
+
+
+# In a process of its own
+
+
+def setblock_process(*words: object, **options: Any) -> subprocess.Popen:
+    program = [str(Path(sys.executable).with_name("setblock")), *map(str, words)]
+    return subprocess.Popen(program, text=True, stderr=subprocess.PIPE, **options)
+
+
+def test_stdout_holds_one_json_object_and_nothing_else(untrained):
+    process = setblock_process(
+        "generate", untrained, "--json", *SHORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    out, err = process.communicate("hello", timeout=300)
+    assert process.returncode == 0
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    assert err.startswith("warning: ")
+    assert err.count("\n") == 1
+    assert tuple(answer["token_ids"]) == api(untrained, "hello", max_new_tokens=8).token_ids
+
+
+def test_no_complaint_of_the_interpreter_about_a_full_disk():
+    with open("/dev/full", "w") as full:
+        process = setblock_process("--help", stdout=full)
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_ctrl_c_in_the_middle_of_an_answer(checkpoint, tmp_path):
+    """The context is so long that only the signal can end it in time."""
+    folder = tmp_path / "long"
+    copied(checkpoint("llama"), folder, "config.json", max_position_embeddings=200_000)
+    words = ["--prompt", "hi", "--mode", "ntp", "--ignore-eos", "--max-new-tokens", "100000"]
+    process = setblock_process(
+        "generate",
+        folder,
+        *words,
+        "--show-steps",
+        stdout=subprocess.PIPE,
+        # A shell starts its background jobs with the signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("forward 1: ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert err == "error: interrupted\n"
+    assert all(line.startswith("forward ") for line in out.splitlines()[:-1])
+
+
+# All options
+
+
+def test_every_option_is_typed_in_this_file():
+    """`train` has tests of its own."""
+    typed = Path(__file__).read_text()
+    app: Any = typer.main.get_command(cli.app)
+    assert {"generate", "info", "demo", "evaluate", "train"} == set(app.commands)
+    for name, command in app.commands.items():
+        if name == "train":
+            continue
+        for parameter in command.params:
+            for option in [*parameter.opts, *parameter.secondary_opts]:
+                if option.startswith("-"):
+                    assert f'"{option}"' in typed, f"no test types {option} of {name}"

@@ -1,0 +1,73 @@
+"""Every command and every Python snippet that README and docs show runs."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Run by other means: make targets by CI and users; the training recipe takes hours.
+NOT_HERE = ("make ", "examples/train_demo.py", "examples/nano_table.py")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, block) of every fenced block of that language."""
+    return [
+        (page.name, block)
+        for page in PAGES
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+
+
+COMMANDS = [
+    pytest.param(line, id=f"{page}: {line}")
+    for page, block in blocks("console")
+    for line in block.splitlines()
+    if line.strip() and not any(word in line for word in NOT_HERE)
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the commands read, so that what they write lands beside it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("examples", "docs"):
+        shutil.copytree(ROOT / name, folder / name)
+    return folder
+
+
+def run(words: list[str], folder: Path) -> str:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_runs(line: str, checkout: Path) -> None:
+    words = shlex.split(line)
+    words[0] = str(Path(sys.executable).parent / Path(words[0]).name)
+    assert run(words, checkout)
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("python"))
+def test_snippet_runs(page: str, block: str, checkout: Path) -> None:
+    assert run([sys.executable, "-c", block], checkout)
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 5
+    assert blocks("python")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
