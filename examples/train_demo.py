@@ -80,7 +80,7 @@ def build_tokenizer(num_problems: int = 20_000) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 3.6 million parameters with random weights."""
+    """A Llama of 3.5 million parameters with random weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,

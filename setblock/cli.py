@@ -330,7 +330,7 @@ def train(
     data: Annotated[
         Path,
         typer.Option(
-            help="JSONL of prompt and completion, of messages, or of text; one row a line."
+            help="JSONL, a row a line: prompt and completion (which alone has loss), or text."
         ),
     ],
     output_dir: Annotated[Path, typer.Option(help="Where the trained checkpoint goes.")],

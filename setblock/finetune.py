@@ -11,7 +11,7 @@ from transformers import HfArgumentParser
 from setblock.model import load
 from setblock.train import SBDConfig, SBDTrainer
 
-ROW_FORMATS = ({"prompt", "completion"}, {"messages"}, {"text"})
+ROW_FORMATS = ({"prompt", "completion"}, {"text"})
 
 
 class _Parser(HfArgumentParser):
@@ -34,7 +34,9 @@ def finetune(
     """
     config = parse_config(output_dir, mask_token_id, arguments)
     rows = read_rows(data)
-    model = load(model_name, mask_token_id=mask_token_id)
+    # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts.
+    model = load(model_name, dtype="float32", mask_token_id=mask_token_id)
+    config.mask_token_id = model.mask_token_id
     trainer = SBDTrainer(
         model.network,
         config,
@@ -84,9 +86,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict) or not any(keys <= row.keys() for keys in ROW_FORMATS):
-            raise ValueError(
-                f"{path}:{number}: a row needs prompt and completion, or messages, or text"
-            )
+            raise ValueError(f"{path}:{number}: a row needs prompt and completion, or text")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no rows")

