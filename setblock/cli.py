@@ -401,12 +401,11 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
             raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
     if file is not None:
         return file.read_text(encoding="utf-8")
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
-        prompt = sys.stdin.read()
-    prompt.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
-    return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
+    text = sys.stdin.read() if prompt is None else prompt
+    text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
+    return text
 
 
 def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None) -> "Model":

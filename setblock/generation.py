@@ -180,6 +180,8 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
         raise ValueError(f"prompt {row} is empty: decoding needs at least one token")
     if not all(0 <= token < model.vocab_size for token in prompt):
         raise ValueError(f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}")
+    if model.mask_token_id in prompt:
+        raise ValueError(f"prompt {row} holds the mask token {model.mask_token_id}")
     if len(prompt) + settings.num_slots > model.context_length:
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:

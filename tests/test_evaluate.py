@@ -5,6 +5,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import TableModel
@@ -14,9 +15,10 @@ from setblock import evaluate, nano
 from setblock.generation import Generation, generate, settings_for
 from setblock.model import Model, load
 
-SHORT = {"max_new_tokens": 12}
-SBD = {"mode": "sbd", "solver": "entropy:1.5", "block_size": 6, **SHORT}
-NTP = {"mode": "ntp", **SHORT}
+SBD: dict[str, Any] = {
+    "mode": "sbd", "solver": "entropy:1.5", "block_size": 6, "max_new_tokens": 12,
+}  # fmt: skip
+NTP: dict[str, Any] = {"mode": "ntp", "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,8 @@ def test_tokens_per_forward_of_ntp_is_exactly_1(model, problems):
 
 
 def test_sbd_takes_fewer_forwards(model, problems):
-    line = evaluate.evaluate(model, problems, 4, **SBD | {"solver": "fixed:3"}).result()
+    options: dict[str, Any] = {**SBD, "solver": "fixed:3"}
+    line = evaluate.evaluate(model, problems, 4, **options).result()
     assert (line["tokens"], line["nfe"]) == (9 * 12, 9 * 4)
     assert line["tokens_per_forward"] == 3
 

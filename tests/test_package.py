@@ -13,12 +13,11 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("masks", "solvers", "roofline", "execution", "sampling"),
+    ("masks", "solvers", "execution", "sampling"),
     ("objective", "model", "nano"),
     ("decode", "train"),
     ("generation", "finetune"),
     ("evaluate", "live"),
-    ("report",),
     ("cli",),
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
