@@ -200,14 +200,14 @@ def train_from_base(
     finish(trainer, folder)
 
 
-def bundle(tokenizer: PreTrainedTokenizerFast, trained: Path, folder: Path, **own: Any) -> None:
+def bundle(tokenizer: PreTrainedTokenizerFast, stage: Path, folder: Path, **own: Any) -> None:
     """Write the checkpoint that ships: bfloat16 weights, tokenizer, defaults, the loss log."""
-    model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
+    model = LlamaForCausalLM.from_pretrained(stage, dtype=torch.bfloat16)
     model.generation_config._from_model_config = False  # else its own entries are dropped on load
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_settings(folder, mask_token_id=tokenizer.mask_token_id, dtype="float32", **own)
-    shutil.copyfile(trained / "log.json", folder / "log.json")
+    shutil.copyfile(stage / "log.json", folder / "log.json")
 
 
 def finish(trainer: SFTTrainer, folder: Path) -> None:
