@@ -28,6 +28,13 @@ class ByteModel(TableModel):
         return bytes(self.BYTES[i - 3] for i in ids if i >= 3).decode(errors="replace")
 
 
+class WordModel(TableModel):
+    """A token is several letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join({3: "one. two. ", 4: "three"}.get(token, "") for token in ids)
+
+
 def tokens_of(text: str) -> list[int]:
     return [3 + ByteModel.BYTES.index(byte) for byte in text.encode()]
 
@@ -255,6 +262,22 @@ def test_which_end_comes_first(mode):
     assert end(stop=["c", "abc"]) == ("stop", "", 3)
     assert end(stop="a") == ("stop", "", 1)
     assert end(stop="dx") == ("eos", "abcd", 5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_that_holds_the_stop_text_twice(mode):
+    model = saying([4, 3, 4], model_class=WordModel)
+    (result,) = generate(model, [[BOS]], mode=mode, stop=". ", max_new_tokens=9)
+    assert (result.text, result.token_ids) == ("threeone", (4, 3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", [EOS, 9, 14])
+def test_each_of_several_eos_tokens_ends_a_row(mode, end):
+    model = saying([3, 4, end, 5])
+    model.eos_token_ids = frozenset([EOS, 9, 14])
+    (result,) = generate(model, [[BOS]], mode=mode, max_new_tokens=9)
+    assert (result.token_ids, result.finish_reason) == ((3, 4, end), "eos")
 
 
 @settings(deadline=None, max_examples=30)

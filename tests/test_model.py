@@ -335,8 +335,10 @@ def test_reserved_tokens_of_known_tokenizers(checkpoint, specials, expected):
 
 def test_a_reserved_token_in_use_is_passed_over(tmp_path):
     token = "<|reserved_special_token_0|>"
-    folder = save_checkpoint(tmp_path, specials=(token,), pad_token=token)
+    folder = save_checkpoint(tmp_path / "padding", specials=(token,), pad_token=token)
     assert load(folder).mask_token_source == "a new token <|mask|>"
+    folder = save_checkpoint(tmp_path / "chat", specials=(token,))
+    assert load(folder).mask_token_source == f"the reserved token {token}"
     (folder / "chat_template.jinja").write_text(token)
     assert load(folder).mask_token_source == "a new token <|mask|>"
 
