@@ -229,7 +229,7 @@ def main(
         Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")
     ] = None,
     solver: Annotated[str, typer.Option(help="Default solver of the shipped SBD model.")] = (
-        "entropy:0.1"
+        "entropy:0.05"
     ),
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:

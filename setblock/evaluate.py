@@ -189,7 +189,7 @@ def new_record() -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": _cpu(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -205,6 +205,14 @@ def save_record(record: dict[str, Any], path: Path) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
     part.replace(path)
+
+
+def _cpu() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _commit() -> str | None:

@@ -40,9 +40,9 @@ def test_answers_are_worked_and_long_enough(model: "setblock.Model", family: str
     assert min(lengths) >= 25
 
 
-@pytest.mark.parametrize("mode", ["ntp", "sbd"])
-def test_model_solves_problems(model: "setblock.Model", mode: str) -> None:
-    """A floor far below the measured scores: a broken mask or cache brings them near zero."""
+@pytest.mark.parametrize(("mode", "floor"), [("ntp", 0.6), ("sbd", 0.35)])
+def test_model_solves_problems(model: "setblock.Model", mode: str, floor: float) -> None:
+    """Floors below the measured scores: a broken mask or cache brings them near zero."""
     problems = [
         problem
         for family in nano.FAMILIES
@@ -52,7 +52,7 @@ def test_model_solves_problems(model: "setblock.Model", mode: str) -> None:
         model, [problem.prompt for problem in problems], chat=True, mode=mode
     )
     right = sum(nano.check(p, a.text) for p, a in zip(problems, answers, strict=True))
-    assert right >= 0.6 * len(problems)
+    assert right >= floor * len(problems)
     tokens, nfe = sum(a.num_tokens for a in answers), sum(a.nfe for a in answers)
     assert (tokens == nfe) if mode == "ntp" else (tokens > 1.5 * nfe)
 
