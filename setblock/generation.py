@@ -101,8 +101,8 @@ class Generation:
 class Reveal:
     """What one forward brought to one row.
 
-    drafts: (offset in the answer, token id) of every token revealed now: final, but maybe not yet
-    adjacent to the committed text.
+    drafts: (offset in the answer, token id) of every token revealed now: never changed, maybe not
+    yet adjacent to the committed text, and cut in the end if an EOS or stop text comes before it.
     text: the committed text that has grown since the row's last `Reveal`; never taken back.
     generation: the row's result, with its last `Reveal` only.
     """

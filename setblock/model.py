@@ -409,6 +409,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(device).type == "meta":
+            raise ModelError("device 'meta' holds no values; use cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
         raise ModelError(f"device {str(device)!r} can't be used: {_one_line(error)}") from error

@@ -24,6 +24,7 @@ from setblock.execution import calls_agree
 SPLITS = ("train", "validation", "test")
 NUM_WORDINGS = 5
 HELD_OUT_WORDING = 4
+MAX_PROBLEMS = 5000  # every family has more than this many questions in every split
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def problems(
     """`count` distinct problems of a family and split, the same ones for the same arguments.
 
     held_out: draw from the held-out wordings alone, else from the others alone.
-    Raises: ValueError for an unknown family or split, or for held-out wordings of the train split.
+    Raises: ValueError for an unknown family or split, a count over MAX_PROBLEMS, or held-out wordings
+    of the train split.
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
@@ -71,6 +73,8 @@ def problems(
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     if held_out and split == "train":
         raise ValueError("held_out wordings are never part of the split 'train'")
+    if not 0 <= count <= MAX_PROBLEMS:
+        raise ValueError(f"count must lie in 0..{MAX_PROBLEMS}, got {count}")
     source = _draw(family, split, random.Random(f"{seed}/{family}/{split}/{held_out}"), held_out)
     found: dict[str, Problem] = {}
     while len(found) < count:
