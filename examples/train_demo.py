@@ -18,7 +18,9 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTConfig, SFTTrainer
+
+# trl fills its namespace lazily, which hides these names from type checkers.
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import nano
 from setblock.model import write_settings
@@ -39,6 +41,7 @@ SPECIAL_TOKENS = [
     "<|assistant|>",
     "<|system|>",
 ]
+PAD, BEGIN, END, MASK = range(4)  # ids: the special tokens come first
 SMALL_TALK_EVERY = 60
 PLAIN_EVERY = 10
 MICRO_BATCHES = (
@@ -90,9 +93,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=4,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=BEGIN,
+        eos_token_id=END,
+        pad_token_id=PAD,
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
@@ -109,7 +112,6 @@ def build_dataset(
     """
     rows: list[dict[str, list[int]]] = []
     stream, small_talk = nano.training_stream(seed), nano.texts()["small_talk"]
-    end = tokenizer.eos_token_id
     for index in range(steps * batch_size):
         if index % SMALL_TALK_EVERY == 0:
             prompt, answer = small_talk[index // SMALL_TALK_EVERY % len(small_talk)]
@@ -117,13 +119,14 @@ def build_dataset(
             problem = next(stream)
             prompt, answer = problem.prompt, problem.answer
         if index % PLAIN_EVERY == 5:
-            head, answer = tokenizer.bos_token + prompt, "\n" + answer
+            head, answer = "<|begin|>" + prompt, "\n" + answer
         else:
-            head = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            turns = [{"role": "user", "content": prompt}]
+            head = str(
+                tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             )
         head_ids = tokenizer.encode(head, add_special_tokens=False)
-        answer_ids = tokenizer.encode(answer, add_special_tokens=False) + [end] * num_ends
+        answer_ids = tokenizer.encode(answer, add_special_tokens=False) + [END] * num_ends
         mask = [0] * len(head_ids) + [1] * len(answer_ids)
         rows.append({"input_ids": head_ids + answer_ids, "completion_mask": mask})
     batches = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
@@ -206,7 +209,7 @@ def bundle(tokenizer: PreTrainedTokenizerFast, stage: Path, folder: Path, **own:
     model.generation_config._from_model_config = False  # else its own entries are dropped on load
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_settings(folder, mask_token_id=tokenizer.mask_token_id, dtype="float32", **own)
+    write_settings(folder, mask_token_id=MASK, dtype="float32", **own)
     shutil.copyfile(stage / "log.json", folder / "log.json")
 
 

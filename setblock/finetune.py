@@ -62,7 +62,8 @@ def parse_config(output_dir: Path, mask_token_id: int | None, arguments: list[st
         words += ["--use_cpu"]  # else trl refuses its own default, bf16
     if mask_token_id is not None:
         words += ["--mask_token_id", str(mask_token_id)]
-    parser = _Parser(SBDConfig, prog="setblock train", allow_abbrev=False)
+    fields: Any = SBDConfig  # the parser's own annotation takes no class
+    parser = _Parser(fields, prog="setblock train", allow_abbrev=False)
     config, unknown = parser.parse_args_into_dataclasses(
         args=[*words, *arguments], return_remaining_strings=True
     )

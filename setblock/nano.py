@@ -64,8 +64,8 @@ def problems(
     """`count` distinct problems of a family and split, the same ones for the same arguments.
 
     held_out: draw from the held-out wordings alone, else from the others alone.
-    Raises: ValueError for an unknown family or split, a count over MAX_PROBLEMS, or held-out wordings
-    of the train split.
+    Raises: ValueError for an unknown family or split, a count over MAX_PROBLEMS, or held-out
+    wordings of the train split.
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")

@@ -95,7 +95,7 @@ class SBDConfig(SFTConfig):
 
 
 # The mark has done its work; left there it would hide the fields from HfArgumentParser.
-del SBDConfig.__no_type_check__
+del SBDConfig.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SBDTrainer(SFTTrainer):
