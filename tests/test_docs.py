@@ -71,3 +71,9 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_and_card_quote_the_record() -> None:
+    summary = (ROOT / "benchmarks" / "records" / "nano-summary.md").read_text().strip()
+    assert summary in (ROOT / "README.md").read_text()
+    assert summary in (ROOT / "setblock" / "demo" / "CARD.md").read_text()
