@@ -144,7 +144,7 @@ def settings(output_dir: Path, steps: int, batch_size: int, **more: Any) -> dict
         per_device_train_batch_size=batch_size // MICRO_BATCHES,
         gradient_accumulation_steps=MICRO_BATCHES,
         train_sampling_strategy="sequential",  # the dataset is already in its final order
-        learning_rate=1.5e-3,
+        learning_rate=3e-3,
         weight_decay=0.01,
         adam_beta2=0.98,
         max_grad_norm=1.0,
@@ -225,8 +225,8 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where the stages' folders go.")] = Path(
         "runs/nano"
     ),
-    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1800,
-    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 900,
+    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1200,
+    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 2800,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
     bundle_dir: Annotated[
         Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")

@@ -45,6 +45,7 @@ def finetune(
     )
     result = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(str(output_dir))
+    trainer.accelerator.end_training()  # leaves the process group, which some ranks die of at exit
     return {
         "output_dir": str(output_dir),
         "rows": len(rows),

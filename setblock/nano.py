@@ -203,7 +203,7 @@ def _story(rng: random.Random, **numbers: int) -> dict[str, str]:
 
 
 def _packs(rng: random.Random) -> Draft:
-    start, packs, size = rng.randint(5, 60), rng.randint(2, 9), rng.randint(3, 12)
+    start, packs, size = rng.randint(5, 40), rng.randint(2, 9), rng.randint(3, 9)
     bought = packs * size
     given = rng.randint(2, start + bought - 1)
     s = _story(rng, start=start, packs=packs, size=size, given=given)
@@ -217,7 +217,7 @@ def _packs(rng: random.Random) -> Draft:
 
 
 def _shopping(rng: random.Random) -> Draft:
-    count, price, fee = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 20)
+    count, price, fee = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
     cost = count * price + fee
     paid = cost + rng.randint(1, 60)
     s = _story(rng, count=count, price=price, fee=fee, paid=paid)
@@ -230,7 +230,7 @@ def _shopping(rng: random.Random) -> Draft:
 
 
 def _sharing(rng: random.Random) -> Draft:
-    people, each, kept = rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 30)
+    people, each, kept = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 30)
     extra = rng.randint(1, 40)
     total = people * each + kept
     if total <= extra:
@@ -245,8 +245,8 @@ def _sharing(rng: random.Random) -> Draft:
 
 
 def _saving(rng: random.Random) -> Draft:
-    weekly, weeks, spent = rng.randint(3, 12), rng.randint(3, 12), rng.randint(2, 30)
-    start = rng.randint(5, 60)
+    weekly, weeks, spent = rng.randint(3, 9), rng.randint(3, 9), rng.randint(2, 30)
+    start = rng.randint(5, 40)
     saved = weekly * weeks
     total = start + saved
     if total <= spent:
@@ -445,7 +445,7 @@ def _expected(code: str, name: str, arguments: list) -> tuple[str, list]:
 
 
 def _sort(rng: random.Random) -> Draft:
-    items = rng.sample(range(1, 100), rng.randint(4, 6))
+    items = rng.sample(range(1, 100), rng.randint(4, 5))
     smallest = rng.random() < 0.5
     left, taken, lines = list(items), [], []
     while left:
@@ -460,7 +460,7 @@ def _sort(rng: random.Random) -> Draft:
 
 def _unique(rng: random.Random) -> Draft:
     pool = rng.sample(range(1, 100), 4)
-    items = [rng.choice(pool) for _ in range(rng.randint(5, 7))]
+    items = [rng.choice(pool) for _ in range(rng.randint(4, 6))]
     seen: list[int] = []
     lines = []
     for item in items:
@@ -474,7 +474,7 @@ def _unique(rng: random.Random) -> Draft:
 
 def _later(rng: random.Random) -> Draft:
     day = datetime.date(rng.randint(2000, 2039), rng.randint(1, 12), rng.randint(1, 28))
-    days = rng.randint(10, 75)
+    days = rng.randint(5, 40)
     left, year, month, of_month = days, day.year, day.month, day.day
     lines = [f"Start on {day}, go {days} days."]
     while True:

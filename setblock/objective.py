@@ -6,6 +6,7 @@ arXiv:2509.04185 eq. 14: next-token prediction (NTP) on the clean half, masked-t
     draw_block_size    one block size per optimizer step
     draw_noise         one mask rate per document, then which of its positions are masked
     noisy_view         the doubled sequence, who may see whom, a label where there is a loss
+    drop_idle_blocks   the same without the noisy blocks that no loss depends on
     losses             sums of -log p over the labels of each half, and their counts
 
 Nothing here reads global random state: every draw is keyed by what it belongs to, so that the same
@@ -31,8 +32,8 @@ IGNORE = -100  # a label without a loss, as in torch and transformers
 class View:
     """What one forward of a training step reads, and what it is scored on.
 
-    tokens, layout and labels share one shape: [batch, 2 * L] for set block decoding, [batch, L] for
-    the clean half alone. labels[b, i] is the token that the output at i shall predict, IGNORE where
+    tokens, layout and labels share one shape: [batch, 2 * L] for set block decoding (less once idle
+    blocks are dropped), [batch, L] for the clean half alone. labels[b, i] is the token that the output at i shall predict, IGNORE where
     there is no loss: the following token in the clean half, the token itself at masked positions of
     the noisy half.
     """
@@ -177,6 +178,44 @@ def noisy_view(
             dim=1,
         ),
         num_clean=tokens.shape[1],
+    )
+
+
+def drop_idle_blocks(view: View) -> View:
+    """The view without the noisy blocks that hold no mask; its losses and gradients are the same.
+
+    No label stands in such a block and no other token sees it, so it is work for nothing: all of a
+    prompt's blocks, those that the noise left alone, and padding. What remains of each row's noisy
+    half moves to the left, padded to the batch's longest.
+    """
+    first = view.num_clean
+    noisy = view.layout.map(lambda tensor: tensor[:, first:])
+    changes = (noisy.block[:, 1:] != noisy.block[:, :-1]) | (
+        noisy.document[:, 1:] != noisy.document[:, :-1]
+    )
+    run = torch.zeros_like(noisy.block)  # numbers a row's blocks from the left
+    run[:, 1:] = changes.cumsum(dim=1)
+    labelled = (view.matp_labels != IGNORE).long()
+    needed = torch.zeros_like(run).scatter_reduce(1, run, labelled, "amax").gather(1, run)
+    width = int(needed.sum(dim=1).amax())
+    order = needed.argsort(dim=1, descending=True, stable=True)[:, :width]
+    filler = needed.gather(1, order) == 0
+
+    def left(tensor: Tensor, fill: int) -> Tensor:
+        moved = tensor[:, first:].gather(1, order).masked_fill(filler, fill)
+        return torch.cat([tensor[:, :first], moved], dim=1)
+
+    layout = view.layout
+    return View(
+        tokens=left(view.tokens, 0),
+        layout=Layout(
+            position=left(layout.position, 0),
+            horizon=left(layout.horizon, 1),
+            block=left(layout.block, CLEAN),
+            document=left(layout.document, PADDING),
+        ),
+        labels=left(view.labels, IGNORE),
+        num_clean=first,
     )
 
 

@@ -256,7 +256,7 @@ class SBDTrainer(SFTTrainer):
             batch["lengths"].tolist(),
             tokens.shape[1],
         )
-        return objective.noisy_view(
+        view = objective.noisy_view(
             tokens,
             labels,
             *places,
@@ -265,6 +265,7 @@ class SBDTrainer(SFTTrainer):
             self.mask_token_id,
             self.args.drop_ragged_block,
         )
+        return objective.drop_idle_blocks(view)
 
     def _adopt_mask_token(self) -> int:
         """The mask token, found as everywhere else and written into the checkpoints to come.

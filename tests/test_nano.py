@@ -17,11 +17,11 @@ FAMILIES = sorted(nano.FAMILIES)
 # Of prompts and answers: training_stream(0), test, validation in held-out wordings with seed 3.
 # Models were trained and scored on these very problems: a change makes their records wrong.
 GOLDEN = {
-    "arithmetic": ("995dcbe778a42bad", "f16262bc3f20fe70", "03cc81fe8e7f4fbd"),
-    "word": ("1a30de3785d685f1", "ff72ecefff39a0d5", "35d06076fccf1fc7"),
+    "arithmetic": ("995dcbe778a42bad", "f16262bc3f20fe70", "8c5766069cd4bb77"),
+    "word": ("d0f42d1c60dce54c", "a8face4ae1034fbd", "71f48a62e62404ea"),
     "json": ("0b442c73bb15b0eb", "d41fa5c4d6ff43e4", "d0b90c9c868f7c42"),
     "code": ("266f1c51d0606671", "fef4612e1dad5c14", "15e5d6468b5934b2"),
-    "lists": ("046e8c374b8aa80d", "af7bbfe5267a0b5f", "f588c2202c95a9d3"),
+    "lists": ("58dec6cc8d07272f", "beaa82b8a73f3a26", "3a83c6785094d348"),
 }
 
 

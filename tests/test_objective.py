@@ -146,6 +146,61 @@ def test_losses_are_those_of_one_block_at_a_time(network, block_size, drop_ragge
         )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 14), st.integers(0, 14)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1, 16),
+    st.integers(0, 10**6),
+)
+def test_idle_blocks_change_no_loss_and_no_gradient(network, row_lengths, block_size, seed):
+    parts = rows(
+        *(
+            [(random_text(n, seed + n), min(prompt, n)) for n, prompt in documents]
+            for documents in row_lengths
+        )
+    )
+    lengths = [[n for n, _ in documents] for documents in row_lengths]
+    ids = [[seed + 10 * b + i for i in range(len(row))] for b, row in enumerate(lengths)]
+    most = max(map(len, lengths))
+    padded = [[row + [0] * (most - len(row)) for row in table] for table in (ids, lengths)]
+    masked = objective.draw_batch_noise(0, 0, *padded, parts[0].shape[1])
+    whole = objective.noisy_view(*parts, masked, block_size, MASK)
+    short = objective.drop_idle_blocks(whole)
+    gradients, sums = [], []
+    for view in (whole, short):
+        network.zero_grad()
+        logits = network(
+            input_ids=view.tokens,
+            position_ids=view.layout.position,
+            attention_mask=visible(view.layout, view.layout),
+        ).logits
+        losses = objective.losses(logits, view)
+        (losses.ntp_sum + losses.matp_sum).backward()
+        sums.append(torch.tensor([value.detach().item() for value in losses]))
+        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+    assert torch.allclose(sums[0], sums[1], atol=1e-3)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+
+
+def test_idle_blocks_leave(network):
+    # k = 2, prompt of 3: blocks 0 (prompt) and 2 (nothing masked) leave; of row 2 everything does
+    parts = rows([(list(range(10, 17)), 3)], [([20, 21, 22], 3)])
+    masked = torch.zeros_like(parts[0], dtype=torch.bool)
+    masked[0, [0, 3, 6]] = True
+    view = objective.drop_idle_blocks(objective.noisy_view(*parts, masked, 2, MASK))
+    assert view.tokens[0, 7:].tolist() == [12, MASK, MASK]
+    assert view.layout.position[0, 7:].tolist() == [2, 3, 6]
+    assert view.layout.block[0, 7:].tolist() == [1, 1, 3]
+    assert view.matp_labels.tolist() == [[IGNORE, 13, 16], [IGNORE] * 3]
+    assert view.layout.document[1, 7:].tolist() == [-1] * 3
+    nothing = objective.noisy_view(*parts, torch.zeros_like(masked), 2, MASK)
+    assert objective.drop_idle_blocks(nothing).tokens.shape == (2, 7)
+
+
 def test_clean_half_is_a_plain_causal_forward(network):
     texts = [random_text(12, 4), random_text(12, 5)]
     parts = rows(*([(text, 0)] for text in texts))
