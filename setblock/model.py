@@ -2,7 +2,6 @@
 
     load()            a hub name, a folder, a GGUF file or a bundled name -> Model
     Model             one forward over any mix of clean and noisy tokens; text to tokens and back
-    PrefixCache       keys and values of clean tokens; noisy ones never outlive their forward
     attention_mask()  the visibility rule in the form that a network's attention takes
 
 The model classes are transformers' own: masks and positions are handed in, no class is copied.
@@ -11,7 +10,6 @@ The model classes are transformers' own: masks and positions are handed in, no c
 import inspect
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Cache,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import CacheLayerMixin
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
-from setblock.masks import CLEAN, PADDING, Layout, flex_block_mask, visible
+from setblock.cache import PrefixCache
+from setblock.masks import Layout, flex_block_mask, visible
 
 BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,140 +67,6 @@ NEVER_TRAINED = (
 
 class ModelError(ValueError):
     """What was asked for can't be loaded or run; one line that names it and what is allowed."""
-
-
-@dataclass
-class _Slots:
-    """Where a forward writes; shared by a cache and its layers, so that neither holds the other."""
-
-    capacity: int
-    lengths: list[int]  # the host's copy of PrefixCache.lengths
-    num_queries: int = 0
-    index: Int[Tensor, "batch length"] | None = None  # None: every row writes at lengths[0]
-
-    @property
-    def end(self) -> int:
-        """One past the last slot that any row writes."""
-        return max(self.lengths) + self.num_queries
-
-
-class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values, allocated at its first forward, which tells their shapes."""
-
-    # False for sliding-window layers too: nothing is evicted, the mask holds the window.
-    is_sliding = False
-    keys: Any
-    values: Any
-
-    def __init__(self, slots: _Slots) -> None:
-        super().__init__()
-        self.slots = slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty memory: slots nobody sees get weight 0, and 0 * NaN is NaN.
-        capacity = self.slots.capacity
-        self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], capacity, states.shape[3])
-            for states in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Views of the slots up to the last one written. Writes in place; the only writer."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, end, index = self.slots.lengths[0], self.slots.end, self.slots.index
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            if index is None:
-                memory[:, :, start:end] = states
-            else:
-                rows = torch.arange(len(index), device=index.device)[:, None]
-                memory[rows, :, index] = states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.slots.lengths) + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return max(self.slots.lengths)
-
-    def get_max_length(self) -> int:
-        return self.slots.capacity
-
-
-class PrefixCache(Cache):
-    """Keys and values of clean tokens; row b's prefix is slots 0..lengths[b]-1, by position.
-
-    A forward writes its query tokens to slots lengths[b]+i. They are scratch, overwritten by the
-    next forward, unless keep() makes the first of them part of the prefix.
-    """
-
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device) -> None:
-        self.slots = _Slots(capacity, [0] * batch)
-        self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
-        self.keepable: Int[Tensor, " batch"] | None = None
-        super().__init__(layers=[_PrefixLayer(self.slots) for _ in range(num_layers)])
-
-    def stage(self, queries: Layout) -> None:
-        """Say what the next forward writes.
-
-        Raises: ValueError if it does not fit.
-        """
-        batch, num_queries = queries.position.shape
-        slots = self.slots
-        assert batch == len(slots.lengths), f"{batch} rows, but the cache has {len(slots.lengths)}"
-        if (length := max(slots.lengths)) + num_queries > slots.capacity:
-            raise ValueError(
-                f"a prefix of {length} tokens and {num_queries} query tokens exceed the cache's "
-                f"capacity of {slots.capacity}"
-            )
-        slots.num_queries = num_queries
-        index = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
-        slots.index = index if len(set(slots.lengths)) > 1 else None
-        # Only a run of clean tokens that starts in its own place can extend the prefix.
-        clean = (queries.block == CLEAN) & (queries.document != PADDING)
-        self.keepable = (clean & (queries.position == index)).long().cumprod(dim=1).sum(dim=1)
-
-    def keep(self, counts: Int[Tensor, " batch"]) -> None:
-        """Make the first counts[b] query tokens of the last forward part of row b's prefix.
-
-        Asserts that they were clean and continued the prefix; once per forward. One device sync.
-        """
-        assert self.keepable is not None, "keep() twice after one forward, or before any"
-        counts = counts.to(self.lengths)
-        wanted, keepable = torch.stack([counts, self.keepable]).tolist()
-        assert all(0 <= n <= limit for n, limit in zip(wanted, keepable, strict=True)), (
-            f"asked to keep {wanted} query tokens, of which only {keepable} are clean and in place"
-        )
-        self.lengths = self.lengths + counts
-        self.slots.lengths = [old + n for old, n in zip(self.slots.lengths, wanted, strict=True)]
-        self.keepable = None
-
-    def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep only these rows, in this order. Copies them; one device sync."""
-        rows = rows.to(self.lengths)
-        self.lengths = self.lengths[rows]
-        self.slots.lengths = [self.slots.lengths[row] for row in rows.tolist()]
-        self.keepable = None if self.keepable is None else self.keepable[rows]
-        self.batch_select_indices(rows)
-
-    def keys_layout(self, queries: Layout) -> Layout:
-        """Places of all slots up to the last one written: prefix, then queries, then padding."""
-        num_queries = queries.position.shape[1]
-        slot = torch.arange(max(self.slots.lengths) + num_queries, device=self.lengths.device)
-        query = slot - self.lengths[:, None]
-        prefix, padding = query < 0, query >= num_queries
-        at = queries.map(lambda tensor: tensor.gather(1, query.clamp(0, num_queries - 1)))
-        return Layout(
-            position=torch.where(prefix, slot, at.position.masked_fill(padding, 0)),
-            horizon=torch.where(prefix, slot + 1, at.horizon.masked_fill(padding, 1)),
-            block=at.block.masked_fill(prefix | padding, CLEAN),
-            document=at.document.masked_fill(prefix, 0).masked_fill(padding, PADDING),
-        )
 
 
 def attention_mask(network: PreTrainedModel, queries: Layout, keys: Layout) -> Any:

@@ -33,9 +33,9 @@ class View:
     """What one forward of a training step reads, and what it is scored on.
 
     tokens, layout and labels share one shape: [batch, 2 * L] for set block decoding (less once idle
-    blocks are dropped), [batch, L] for the clean half alone. labels[b, i] is the token that the output at i shall predict, IGNORE where
-    there is no loss: the following token in the clean half, the token itself at masked positions of
-    the noisy half.
+    blocks are dropped), [batch, L] for the clean half alone. labels[b, i] is the token that the
+    output at i shall predict, IGNORE where there is no loss: the following token in the clean half,
+    the token itself at masked positions of the noisy half.
     """
 
     tokens: Int[Tensor, "batch length"]

@@ -14,7 +14,8 @@ FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
     ("masks", "solvers", "execution", "sampling"),
-    ("objective", "model", "nano"),
+    ("objective", "cache", "nano"),
+    ("model",),
     ("decode", "train"),
     ("generation", "finetune"),
     ("evaluate", "live"),
