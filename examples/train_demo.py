@@ -226,7 +226,7 @@ def main(
         "runs/nano"
     ),
     base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1200,
-    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 2800,
+    steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 2000,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
     bundle_dir: Annotated[
         Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")

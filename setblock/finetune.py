@@ -1,17 +1,79 @@
-"""One training run as the command line asks for it: rows of a file in, a checkpoint out."""
+"""One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
-import json
+import math
+import time
+from collections.abc import Callable, Sized
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from datasets import Dataset
 from transformers import HfArgumentParser
+from transformers.trainer_utils import get_last_checkpoint
 
-from setblock.model import load
+from setblock import adapters
+from setblock.answers import regenerate
+from setblock.data import load_rows, prepare
+from setblock.model import DTYPES, Model, load, write_settings
+from setblock.solvers import parse
 from setblock.train import SBDConfig, SBDTrainer
+from setblock.watch import DecodeProbe, SaveOnSignal
 
-ROW_FORMATS = ({"prompt", "completion"}, {"text"})
+ANSWERS = ("data", "model")
+
+
+@dataclass
+class Run:
+    """What `setblock train` does beside the fields of SBDConfig; its options by the same names.
+
+    Raises: ValueError naming the field.
+    """
+
+    model: str
+    data: list[str]
+    output_dir: Path
+    method: str = "full"
+    split: str = "train"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    chat: bool = False
+    limit: int | None = None
+    mask_token_id: int | None = None
+    lora_rank: int = 32
+    lora_alpha: int = 64
+    lora_dropout: float = 0.0
+    answers: str = "data"
+    answer_tokens: int = 256
+    answer_batch_size: int = 16
+    decode_data: str | None = None
+    decode_every: int = 0
+    decode_limit: int = 32
+    decode_solver: str = "entropy:0.1"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("method", adapters.METHODS), ("answers", ANSWERS)):
+            if getattr(self, name) not in allowed:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+        for name in (
+            "lora_rank",
+            "lora_alpha",
+            "answer_tokens",
+            "answer_batch_size",
+            "decode_limit",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, got {self.limit}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must lie in 0..1, got {self.lora_dropout}")
+        if self.decode_every < 0:
+            raise ValueError(f"decode_every must be at least 0, got {self.decode_every}")
+        if bool(self.decode_every) != (self.decode_data is not None):
+            raise ValueError("decode_every and decode_data need each other")
+        parse(self.decode_solver)
 
 
 class _Parser(HfArgumentParser):
@@ -19,50 +81,99 @@ class _Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def finetune(
-    model_name: str,
-    data: Path,
-    output_dir: Path,
-    mask_token_id: int | None,
-    arguments: list[str],
-) -> dict[str, Any]:
-    """Train a model on a file's rows and save it; what was done, as JSON values.
+def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Train a model on rows and save it; what was done, as JSON values.
 
     arguments: fields of SBDConfig as on a command line, such as ["--max-steps", "100"].
-    Raises: ValueError for a field that there is none of or a value it can't take, ModelError for
-    the model, both before anything is trained.
+    say: takes one line of text about what is going on, on the first rank alone.
+    Effects: a signal stops the run after its step, with a checkpoint.
+    Raises: ValueError for a field that there is none of or a value it can't take, for data that
+    can't be read and for an output folder that holds a run already; ModelError for the model. All
+    before anything is trained.
     """
-    config = parse_config(output_dir, mask_token_id, arguments)
-    rows = read_rows(data)
-    # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts.
-    model = load(model_name, dtype="float32", mask_token_id=mask_token_id)
+    config = parse_config(run, arguments)
+    checkpoint = _last_checkpoint(run)
+    fields = run.split, run.prompt_field, run.completion_field
+    rows = load_rows(run.data, *fields, run.limit)
+    held_out = load_rows([run.decode_data], *fields, run.decode_limit) if run.decode_data else None
+    # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts. A frozen
+    # base needs no more than its own precision.
+    frozen = run.method != "full"
+    model = load(
+        run.model,
+        dtype="bfloat16" if frozen and config.bf16 else "float32",
+        mask_token_id=run.mask_token_id,
+        four_bit=run.method == "qlora",
+    )
+    if adapters.is_gated(model.network):
+        raise ValueError(f"{run.model} is a gated adapter already; train one on its base")
+    _check_length(config, model, typed="max_length" in " ".join(arguments).replace("-", "_"))
     config.mask_token_id = model.mask_token_id
+    if held_out is not None:
+        held_out = _as_prompts(held_out, model, run)
+    if run.answers == "model":
+        rows = _own_answers(run, model, _as_prompts(rows, model, run), say)
+    rows = prepare(rows, model.tokenizer, run.chat)
+    if frozen:
+        network: Any = adapters.attach(
+            model.network,
+            _lasting(run.model),
+            run.method,
+            model.mask_token_id,
+            run.lora_rank,
+            run.lora_alpha,
+            run.lora_dropout,
+        )
+        settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
+        model = Model(network, model.tokenizer, model.name, settings=settings)
+    signals = SaveOnSignal()
+    probe = None
+    if held_out is not None:
+        probe = DecodeProbe(model, held_out, run.decode_every, run.decode_solver, run.answer_tokens)
     trainer = SBDTrainer(
         model.network,
         config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=rows,
         processing_class=model.tokenizer,
+        callbacks=[signals, *([probe] if probe else [])],
     )
-    result = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    trainer.save_model(str(output_dir))
-    trainer.accelerator.end_training()  # leaves the process group, which some ranks die of at exit
-    return {
-        "output_dir": str(output_dir),
+    trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
+    cost = estimate(trainer)
+    if trainer.is_world_process_zero():
+        say(describe(cost))
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(run.output_dir))
+    if trainer.is_world_process_zero():
+        trainer.create_model_card()
+    if config.push_to_hub and not signals.stopped:
+        trainer.push_to_hub()
+    summary = {
+        "output_dir": str(run.output_dir),
+        "method": run.method,
         "rows": len(rows),
         "steps": result.global_step,
         "train_loss": result.training_loss,
         "mask_token_id": model.mask_token_id,
+        "stopped_by": signals.stopped,
+        "estimate": cost,
+        "decode": probe.results if probe else [],
         "log": trainer.state.log_history,
     }
+    trainer.accelerator.end_training()  # leaves the process group, which some ranks die of at exit
+    return summary
 
 
-def parse_config(output_dir: Path, mask_token_id: int | None, arguments: list[str]) -> SBDConfig:
+def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
     """The SBDConfig that command-line words stand for."""
-    words = ["--output_dir", str(output_dir), "--report_to", "none"]
+    words = ["--output_dir", str(run.output_dir), "--report_to", "none"]
     if not torch.cuda.is_available():
         words += ["--use_cpu"]  # else trl refuses its own default, bf16
-    if mask_token_id is not None:
-        words += ["--mask_token_id", str(mask_token_id)]
+    typed = " ".join(arguments).replace("-", "_")
+    if "_checkpointing" not in typed and (run.method == "gated" or not torch.cuda.is_available()):
+        # It buys memory, which a CPU run has, and a gated adapter's clean half needs none.
+        words += ["--gradient_checkpointing", "no"]
+    if run.mask_token_id is not None:
+        words += ["--mask_token_id", str(run.mask_token_id)]
     fields: Any = SBDConfig  # the parser's own annotation takes no class
     parser = _Parser(fields, prog="setblock train", allow_abbrev=False)
     config, unknown = parser.parse_args_into_dataclasses(
@@ -70,26 +181,149 @@ def parse_config(output_dir: Path, mask_token_id: int | None, arguments: list[st
     )
     if unknown:
         raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
+    if config.resume_from_checkpoint is not None:
+        raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
     return config
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file.
+def merge(model: Model, output_dir: Path, dtype: str) -> None:
+    """Writes the model, its adapter folded in, as one checkpoint.
 
-    Raises: ValueError naming file and line for one that is not a row of a known format, and for a
-    file without rows.
+    Raises: ValueError for a gated adapter, and for a model without one.
     """
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict) or not any(keys <= row.keys() for keys in ROW_FORMATS):
-            raise ValueError(f"{path}:{number}: a row needs prompt and completion, or text")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} holds no rows")
+    if model.gated:
+        raise ValueError(
+            f"{model.name} is a gated adapter: it acts on masked positions alone, and one set of "
+            "weights can't be the base on some positions and something else on others"
+        )
+    if not model.adapted:
+        raise ValueError(f"{model.name} is a whole checkpoint; there is no adapter to merge")
+    network: Any = model.network
+    network.to(DTYPES[dtype]).save_pretrained(output_dir)
+    model.tokenizer.save_pretrained(output_dir)
+    settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
+    write_settings(output_dir, **settings)
+
+
+def estimate(trainer: SBDTrainer) -> dict[str, Any]:
+    """What the run will take: bytes by arithmetic, seconds by one micro-batch tried now.
+
+    Activations are not in the bytes: they depend on the kernels. With several processes nothing is
+    tried, and the bytes are those of a process that holds everything (as with DDP).
+    Effects: one forward and backward, without a trace in weights, gradients, noise or log.
+    """
+    args, network = trainer.args, trainer.model
+    weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    cost: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "trained_parameters": trained,
+        "weight_bytes": weights,
+        "gradient_bytes": 4 * trained,
+        "optimizer_bytes": 8 * trained if "adam" in str(args.optim) else None,
+        "tokens_per_second": None,
+        "steps": None,
+        "seconds": None,
+    }
+    if args.world_size > 1:
+        return cost
+    state = torch.get_rng_state()
+    try:
+        loader = trainer.get_train_dataloader()
+        batch = next(iter(loader))
+        network.to(args.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        batch = {name: value.to(args.device) for name, value in batch.items()}
+        tokens = int((batch["document"] >= 0).sum())
+        network.train()
+        begin = time.perf_counter()
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(network, batch)
+        loss.backward()
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    finally:
+        torch.set_rng_state(state)
+        network.zero_grad()
+        trainer.forget()
+    per_step = args.gradient_accumulation_steps
+    steps = args.max_steps
+    if steps <= 0 and isinstance(trainer.train_dataset, Sized):
+        batches = math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
+        steps = math.ceil(batches / per_step * args.num_train_epochs)
+    cost["tokens_per_second"] = tokens / seconds
+    if steps > 0:
+        cost |= {"steps": steps, "seconds": seconds * per_step * steps}
+    return cost
+
+
+def describe(cost: dict[str, Any]) -> str:
+    """One line of text for `estimate`."""
+    held = [cost[f"{name}_bytes"] for name in ("weight", "gradient", "optimizer")]
+    line = (
+        f"{cost['trained_parameters']:,} of {cost['parameters']:,} parameters are trained; "
+        f"weights, gradients and optimizer take {sum(filter(None, held)) / 2**30:.2f} GiB beside "
+        "the activations"
+    )
+    if cost["tokens_per_second"] is not None:
+        line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
+    if cost["seconds"] is not None:
+        line += f", {cost['steps']:,} steps in about {cost['seconds'] / 60:,.1f} minutes"
+    return line
+
+
+def _last_checkpoint(run: Run) -> str | None:
+    """The checkpoint to go on from; refuses to mix two runs in one folder."""
+    folder = str(run.output_dir)
+    found = get_last_checkpoint(folder) if run.output_dir.is_dir() else None
+    if run.resume and found is None:
+        raise ValueError(f"resume: {folder} holds no checkpoint to go on from")
+    if found is not None and not run.resume:
+        raise ValueError(
+            f"{folder} holds checkpoints of an earlier run: go on with --resume, or choose another "
+            "output folder"
+        )
+    return found
+
+
+def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
+    if config.max_length is None or config.max_length <= model.context_length:
+        return
+    if typed:
+        raise ValueError(
+            f"max_length={config.max_length} is more than {model.name} was made for: at most "
+            f"{model.context_length}"
+        )
+    config.max_length = model.context_length  # trl's default is more than this model can take
+
+
+def _as_prompts(rows: Any, model: Model, run: Run) -> Any:
+    """Prompt-completion rows as training will see them, so that they are decoded the same way."""
+    rows = prepare(rows, model.tokenizer, run.chat)
+    if "prompt" not in rows.column_names:
+        raise ValueError("decoding needs rows of prompt and completion")
     return rows
+
+
+def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
+    say(f"answering {len(rows)} prompts with the model itself, into {run.output_dir}/answers.jsonl")
+    every = max(len(rows) // 20, 1)
+
+    def progress(count: int) -> None:
+        if count % every == 0:
+            say(f"{count} of {len(rows)} answers")
+
+    file = run.output_dir / "answers.jsonl"
+    own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
+    say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
+    return own
+
+
+def _settings_of(model: Model) -> dict[str, Any]:
+    return {"trained": model.trained, **model.defaults}
+
+
+def _lasting(name: str) -> str:
+    """A MODEL name that holds from any working folder."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
+from setblock import adapters
 from setblock.cache import PrefixCache
 from setblock.masks import Layout, flex_block_mask, visible
 
@@ -69,7 +70,7 @@ class ModelError(ValueError):
     """What was asked for can't be loaded or run; one line that names it and what is allowed."""
 
 
-def attention_mask(network: PreTrainedModel, queries: Layout, keys: Layout) -> Any:
+def attention_mask(network: Any, queries: Layout, keys: Layout) -> Any:
     """What to pass to this network as `attention_mask`; a dict by layer type where layers differ.
 
     A bool tensor for scaled_dot_product_attention, a BlockMask for FlexAttention.
@@ -110,19 +111,21 @@ class Model:
 
     def __init__(
         self,
-        network: PreTrainedModel,
+        network: Any,
         tokenizer: PreTrainedTokenizerBase,
         name: str = "model",
         mask_token_id: int | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Wrap a network that is already loaded.
+        """Wrap a network that is already loaded: a PreTrainedModel, or peft's wrapper of one.
 
         settings: the checkpoint's own, see SETTINGS.
         Effects: switches the network to eval mode; adds a mask token to both where neither has one.
         Raises: ModelError.
         """
         _check_architecture(network.config)
+        self.gated = adapters.is_gated(network)
+        self.adapted = False  # whether load() put an adapter on
         settings = _checked_settings(settings or {})
         self.network, self.tokenizer, self.name = network.eval(), tokenizer, name
         generation: Any = network.generation_config
@@ -178,6 +181,7 @@ class Model:
             past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=0 if logits_at is None else logits_at,
+            **adapters.gate(self.network, layout),
         )
         logits = output.logits.float()
         logits[..., self.mask_token_id] = -torch.inf
@@ -215,20 +219,62 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     mask_token_id: int | None = None,
+    four_bit: bool = False,
 ) -> Model:
     """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
+
+    A folder or hub repository that holds an adapter loads the base that it names and puts it on.
 
     dtype: None for the checkpoint's setting, else float32 on a CPU and bfloat16 elsewhere; "auto"
     for the type that the weights are stored in.
     device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
+    four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
     Raises: ModelError.
     """
     name = str(name_or_path)
     source, origin = _locate(name)
+    if "gguf_file" in origin:
+        return _load_whole(name, source, origin, {}, dtype, device, mask_token_id, four_bit)
+    try:
+        settings = _checked_settings(_read_settings(source))
+        base_name = _base_of(source)
+    except LOAD_ERRORS as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+    if base_name is None:
+        return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
+    try:
+        base_source, origin = _locate(base_name)
+        base = _load_whole(
+            base_name, base_source, origin, settings, dtype, device, mask_token_id, four_bit
+        )
+    except ModelError as error:
+        raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
+    try:
+        network = adapters.put_on(base.network, source, base.mask_token_id)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+    settings["mask_token_id"] = base.mask_token_id
+    model = Model(network, base.tokenizer, name, settings=settings)
+    model.adapted = True
+    return model
+
+
+def _load_whole(
+    name: str,
+    source: str,
+    origin: dict[str, Any],
+    settings: dict[str, Any],
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    mask_token_id: int | None,
+    four_bit: bool,
+) -> Model:
+    """A checkpoint that is no adapter; settings: its own, or those of the adapter to come on it."""
     origin["trust_remote_code"] = False
     try:
-        settings = {} if "gguf_file" in origin else _checked_settings(_read_settings(source))
         device = _device(device or settings.get("device"))
         dtype = _dtype(dtype or settings.get("dtype"), device)
         config = AutoConfig.from_pretrained(source, **origin)
@@ -239,6 +285,7 @@ def load(
             dtype=dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
+            **(_four_bit(dtype, device) if four_bit else {}),
             **origin,
         )  # type: ignore[misc]
     except ModelError:
@@ -252,8 +299,15 @@ def load(
         raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
-    network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
+    if not four_bit:
+        network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
     return Model(network, tokenizer, name, mask_token_id, settings)
+
+
+def _base_of(source: str) -> str | None:
+    """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
+    path = cached_file(source, adapters.CONFIG, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(path).read_text())["base_model_name_or_path"] if path else None
 
 
 def write_settings(folder: str | Path, **settings: Any) -> None:
@@ -266,6 +320,18 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     content = json.loads(path.read_text()) if path.is_file() else {}
     content["setblock"] = _checked_settings(content.get("setblock", {}) | settings)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _four_bit(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -296,7 +362,8 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     if name and path.is_dir():
-        for files in (("config.json",), TOKENIZER_FILES):
+        is_adapter = (path / adapters.CONFIG).is_file()
+        for files in () if is_adapter else (("config.json",), TOKENIZER_FILES):
             if not any((path / file).is_file() for file in files):
                 raise ModelError(f"folder {name!r} has no {' or '.join(files)}: not a checkpoint")
         return str(path), {}
@@ -374,7 +441,7 @@ def _checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_mask_token(
-    network: PreTrainedModel,
+    network: Any,
     tokenizer: Any,
     explicit: int | None,
     own: int | None,
@@ -411,6 +478,10 @@ def _resolve_mask_token(
         found, source = tokenizer.mask_token_id, "a new token <|mask|>"
         num_rows = max(num_rows, found + 1)
         _grow_embeddings(network, num_rows)
+    if found == own == free == num_rows:  # an adapter's, whose base has no row for it yet
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+        num_rows += 1
+        _grow_embeddings(network, num_rows)
     if not 0 <= found < num_rows:
         raise ModelError(f"mask token {found} ({source}) is not among the {num_rows} embeddings")
     if found in taken:
@@ -418,7 +489,7 @@ def _resolve_mask_token(
     return found, source
 
 
-def _grow_embeddings(network: PreTrainedModel, num_rows: int) -> None:
+def _grow_embeddings(network: Any, num_rows: int) -> None:
     """Resize both embeddings, new rows the mean of the old."""
     old = len(_rows(network.get_input_embeddings()))
     network.resize_token_embeddings(num_rows, mean_resizing=False)
@@ -428,7 +499,7 @@ def _grow_embeddings(network: PreTrainedModel, num_rows: int) -> None:
 
 
 def _rows(embedding: Any) -> Float[Tensor, "vocab hidden"]:
-    return embedding.weight.data
+    return adapters.unwrapped(embedding).weight.data
 
 
 def _ids(value: Any) -> frozenset[int]:

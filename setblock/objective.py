@@ -15,7 +15,7 @@ document gets the same noise in any batch, on any rank, packed or not, before an
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,28 @@ class View:
         """Where there is a label, and so where logits are needed."""
         return self.labels != IGNORE
 
+    def masked_only(self) -> "View":
+        """This view without its next-token labels: for a network whose clean half can't learn."""
+        labels = self.labels.clone()
+        labels[:, : self.num_clean] = IGNORE
+        return replace(self, labels=labels)
+
+    def teachers(self) -> Int[Tensor, "batch length"]:
+        """Index of the clean token whose output predicts what a masked token shall predict.
+
+        That is the clean token before it in its document; -1 where there is none, and wherever
+        there is no masked-token label.
+        """
+        first, layout = self.num_clean, self.layout
+        noisy = torch.arange(self.labels.shape[1], device=self.labels.device) >= first
+        wanted = noisy & (self.labels != IGNORE) & (layout.position > 0)
+        # A row's clean tokens are in order, so a document's token stands at its start + position.
+        slot = layout.document - PADDING
+        index = torch.arange(first, device=slot.device).expand(len(slot), -1)
+        start = torch.full((len(slot), first + 1), first, device=slot.device)
+        start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
+        return torch.where(wanted, start + layout.position - 1, -1)
+
 
 class Losses(NamedTuple):
     """Sums of -log p in nats and the numbers of labels that they run over."""
@@ -81,15 +103,18 @@ def draw_block_size(seed: int, step: int, low: int = 2, high: int = 16) -> int:
 
 
 def draw_noise(
-    seed: int, epoch: int, sample_id: int, length: int
+    seed: int, epoch: int, sample_id: int, length: int, full_mask_share: float = 0.0
 ) -> tuple[float, Bool[Tensor, " length"]]:
     """(eta, masked): a document's mask rate ~ U(0, 1), each position masked with that probability.
 
+    full_mask_share: probability that the document is masked throughout instead (eta = 1).
     Drawn on the CPU, from a generator keyed by (seed, epoch, sample_id) alone.
-    Source: arXiv:2509.04185 algorithm 1.
+    Source: arXiv:2509.04185 algorithm 1, where full_mask_share is 0.
     """
     generator = torch.Generator().manual_seed(_key("noise", seed, epoch, sample_id))
     uniform = torch.rand(1 + length, generator=generator)
+    if float(torch.rand((), generator=generator)) < full_mask_share:
+        return 1.0, torch.ones(length, dtype=torch.bool)
     return float(uniform[0]), uniform[1:] < uniform[0]
 
 
@@ -99,17 +124,19 @@ def draw_batch_noise(
     sample_ids: Sequence[Sequence[int]],
     lengths: Sequence[Sequence[int]],
     length: int,
+    full_mask_share: float = 0.0,
 ) -> Bool[Tensor, "batch length"]:
     """Masked positions of a batch; row b holds documents sample_ids[b] of lengths[b] tokens.
 
     Documents stand one after the other from the left; the rest of the row is padding, never masked.
-    Drawn on the CPU.
+    Drawn on the CPU, as in `draw_noise`.
     """
     masked = torch.zeros(len(sample_ids), length, dtype=torch.bool)
     for row, row_ids, row_lengths in zip(masked, sample_ids, lengths, strict=True):
         start = 0
         for sample_id, num_tokens in zip(row_ids, row_lengths, strict=True):
-            row[start : start + num_tokens] = draw_noise(seed, epoch, sample_id, num_tokens)[1]
+            noise = draw_noise(seed, epoch, sample_id, num_tokens, full_mask_share)
+            row[start : start + num_tokens] = noise[1]
             start += num_tokens
     return masked
 
@@ -224,18 +251,15 @@ def losses(logits: Float[Tensor, "batch length vocab"], view: View) -> Losses:
 
     The loss of a step is (ntp_sum + matp_sum) / (ntp_count + matp_count), sums and counts taken
     over all micro-batches and ranks of the step: eq. 14 has coefficient 1 for every label of either
-    half.
+    half. Computed in float32.
     """
-    return supervised_losses(logits[view.supervised], view)
+    logits = logits[view.supervised].float()
+    return sums(cross_entropy(logits, view.labels[view.supervised], reduction="none"), view)
 
 
-def supervised_losses(logits: Float[Tensor, "_ vocab"], view: View) -> Losses:
-    """`losses` from the logits of the supervised tokens alone, row by row: logits[view.supervised].
-
-    Computed in float32.
-    """
+def sums(nats: Float[Tensor, " labels"], view: View) -> Losses:
+    """Losses out of -log p of every supervised token, in the order of labels[view.supervised]."""
     noisy = (view.layout.block != CLEAN)[view.supervised]
-    nats = cross_entropy(logits.float(), view.labels[view.supervised], reduction="none")
     matp_sum, matp_count = nats[noisy].sum(), noisy.sum()
     return Losses(nats[~noisy].sum(), noisy.numel() - matp_count, matp_sum, matp_count)
 

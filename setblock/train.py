@@ -6,26 +6,67 @@ an optimizer step draws its block size and its noise before its first forward an
 of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setblock.objective).
 """
 
+import copy
+import json
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, no_type_check
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset, Value
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import DynamicCache, PreTrainedTokenizerBase, TrainerCallback
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig, SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import objective
-from setblock.masks import CLEAN
-from setblock.model import Model, attention_mask
+from setblock.adapters import gate, is_gated
+from setblock.head import Scores, Targets, check_head, scoring
+from setblock.masks import CLEAN, PADDING
+from setblock.model import Model, attention_mask, write_settings
 
 OBJECTIVES = ("sbd", "ntp")
+# Fields for the model card: ours, and those of the optimizer and the data.
+OPTIONS = (
+    *("objective", "min_block_size", "max_block_size", "drop_ragged_block", "end_fill"),
+    *("full_mask_share", "matp_weight", "self_distill", "mask_token_id", "seed", "max_length"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "packing", "bf16"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+)
+CARD = """
+## Set block decoding
+
+Trained with [setblock](https://arxiv.org/abs/2509.04185): next-token and masked-token prediction in
+one network. `setblock generate MODEL --mode sbd --prompt ...` decodes several tokens per forward.
+
+Model and data:
+
+```json
+{provenance}
+```
+
+Settings:
+
+```json
+{settings}
+```
+
+At the end, after {steps} steps (losses in nats per label):
+
+```json
+{losses}
+```
+"""
+logger = logging.getLogger(__name__)
 
 
 # transformers' own fields hold values that their annotations exclude: no runtime type check.
@@ -60,6 +101,36 @@ class SBDConfig(SFTConfig):
             "the paper does. It holds the end of the text, so the default keeps it."
         },
     )
+    end_fill: int | None = field(
+        default=None,
+        metadata={
+            "help": "End tokens put behind each row that ends in one, so that the model sees, as "
+            "while decoding, blocks that reach behind the end. Default: max_block_size - 1."
+        },
+    )
+    full_mask_share: float = field(
+        default=0.0,
+        metadata={"help": "Share of the documents that are masked throughout. The paper's is 0."},
+    )
+    matp_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the masked-token loss beside the next-token loss."},
+    )
+    self_distill: float = field(
+        default=0.0,
+        metadata={
+            "help": "0 to 1: how far masked positions learn the next-token distribution that the "
+            "clean half of the same forward has there, instead of the text's token alone."
+        },
+    )
+    logits_chunk_size: int = field(
+        default=1024,
+        metadata={"help": "Labels whose logits are in memory at a time."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False,
+        metadata={"help": "Every trained weight has a gradient in each step; no search needed."},
+    )
     mask_token_id: int | None = field(
         default=None,
         metadata={
@@ -76,6 +147,15 @@ class SBDConfig(SFTConfig):
                 "block sizes need 1 <= min_block_size <= max_block_size, got "
                 f"min_block_size={self.min_block_size}, max_block_size={self.max_block_size}"
             )
+        for name in ("full_mask_share", "self_distill"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
+            raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
+        if self.end_fill is not None and self.end_fill < 0:
+            raise ValueError(f"end_fill must be at least 0, got {self.end_fill}")
+        if self.logits_chunk_size < 1:
+            raise ValueError(f"logits_chunk_size must be at least 1, got {self.logits_chunk_size}")
         if self.mask_token_id is not None and self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must be at least 0, got {self.mask_token_id}")
         if self.packing and self.packing_strategy != "bfd":
@@ -105,17 +185,21 @@ class SBDTrainer(SFTTrainer):
     tokenised (`input_ids` with `labels` or `completion_mask`). Prompt tokens have no loss in either
     half. A `sample_id` column of integers keys the noise; without one the row's index does. Logs
     ntp_loss and matp_loss (nats per label), ntp_accuracy and matp_accuracy, mask_ratio (masked
-    share of the labelled positions) and block_size.
+    share of the labelled positions), block_size and tokens_per_second (of the clean text), and
+    writes each line of the log, with the masked accuracy by offset in the block and by the
+    document's mask rate, to log.jsonl in the output folder.
+    A network with a gated adapter (setblock.adapters) learns from the masked-token loss alone: its
+    clean half is the frozen base.
     Raises: ValueError for a batch without labels or with mask tokens in its text, and for a loss
     that is not finite, naming the step.
     """
 
     args: SBDConfig
-    model: PreTrainedModel
+    model: Any
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: Any,
         args: SBDConfig,
         *,
         train_dataset: Dataset | IterableDataset,
@@ -149,6 +233,12 @@ class SBDTrainer(SFTTrainer):
                 "the auxiliary loss of a mixture of experts is not supported: set "
                 "router_aux_loss_coef=0.0"
             )
+        check_head(self.model.config)
+        self.gated = is_gated(self.model)
+        if self.gated and args.objective == "ntp":
+            raise ValueError(
+                "objective must be 'sbd' with a gated adapter: it never acts on clean tokens"
+            )
         pad_token_id, multiple = self._tokenizer.pad_token_id, args.pad_to_multiple_of or 1
         assert isinstance(pad_token_id, int)
         assert isinstance(multiple, int)
@@ -157,7 +247,12 @@ class SBDTrainer(SFTTrainer):
         # compute_loss divides by the label counts of the whole step, so nobody else shall.
         self.loss_is_scaled_for_ga = True
         self.mask_token_id = self._adopt_mask_token() if args.objective == "sbd" else None
-        self._totals = {mode: _Totals(self.accelerator.device) for mode in ("train", "eval")}
+        self._last_means: dict[str, float] = {}
+        self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
+        self._totals = {
+            mode: _Totals(self.accelerator.device, args.max_block_size)
+            for mode in ("train", "eval")
+        }
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -197,19 +292,15 @@ class SBDTrainer(SFTTrainer):
         mode = "train" if self.model.training else "eval"
         block_size = inputs.get("block_size", self.args.max_block_size)
         view = inputs["view"] if "view" in inputs else self._view(inputs, 0, block_size)
-        supervised = view.supervised
-        # Columns that any row supervises: indices are what every supported transformers takes here.
-        columns = supervised.any(dim=0).nonzero()[:, 0]
-        logits = model(
-            input_ids=view.tokens,
-            position_ids=view.layout.position,
-            attention_mask=attention_mask(self.model, view.layout, view.layout),
-            logits_to_keep=columns,
-            use_cache=False,
-        ).logits[supervised[:, columns]]
-        losses = objective.supervised_losses(logits, view)
-        self._totals[mode].add(losses, logits.detach(), view, block_size, inputs["labels"])
-        nats = losses.ntp_sum + losses.matp_sum
+        scores = self._scores(model, view)
+        losses = objective.sums(scores.nats, view)
+        noisy = (view.layout.block != CLEAN)[view.supervised]
+        self._totals[mode].add(scores, view, block_size, inputs)
+        nats = losses.ntp_sum + self.args.matp_weight * losses.matp_sum
+        if share := self.args.self_distill:
+            taught = (view.teachers() >= 0)[view.supervised]
+            change = share * (scores.divergence - scores.nats)[taught]
+            nats = nats + self.args.matp_weight * change.sum()
         if not torch.isfinite(nats):
             raise ValueError(
                 f"the loss of step {self.state.global_step} is not finite: next-token "
@@ -217,7 +308,7 @@ class SBDTrainer(SFTTrainer):
                 f"sample ids {inputs['sample_id'].flatten().tolist()}"
             )
         if num_items_in_batch is None:
-            return nats / max(1, logits.shape[0])
+            return nats / max(1, noisy.numel())
         # The count runs over all ranks, and their gradients will be averaged: undo the average.
         num_ranks = self.accelerator.num_processes // self.get_tp_size()
         return nats * num_ranks / torch.as_tensor(num_items_in_batch).clamp(min=1)
@@ -227,10 +318,116 @@ class SBDTrainer(SFTTrainer):
         mode = "train" if self.model.training else "eval"
         totals = self._totals[mode]
         totals.values = torch.as_tensor(self.accelerator.reduce(totals.values, "sum"))
-        for name, value in totals.means().items():
+        means = totals.means()
+        for name, value in means.items():
             self._metrics[mode][name].append(value)
-        self._totals[mode] = _Totals(self.accelerator.device)
+        if self.is_world_process_zero():
+            prefix = "" if mode == "train" else "eval_"
+            line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
+            more = {**means, **totals.breakdown()}
+            line |= {prefix + name: value for name, value in more.items()}
+            folder = Path(str(self.args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if mode == "train":
+            self._last_means = means
+        self._totals[mode] = _Totals(self.accelerator.device, self.args.max_block_size)
         super().log(logs, start_time)
+
+    def _scores(self, model: torch.nn.Module, view: objective.View) -> Scores:
+        """Runs the network on a view and scores every label of it."""
+        supervised, distill = view.supervised, bool(self.args.self_distill)
+        teachers = view.teachers() if distill else None
+        needed = supervised if teachers is None else _with_teachers(supervised, teachers)
+        # Columns that any row needs: indices are what every supported transformers takes here.
+        columns = needed.any(dim=0).nonzero()[:, 0]
+        place = torch.zeros(supervised.shape[1], dtype=torch.long, device=supervised.device)
+        place[columns] = torch.arange(len(columns), device=place.device)
+        row, column = supervised.nonzero(as_tuple=True)
+        own = None
+        if teachers is not None:
+            own = teachers[supervised]
+            own = torch.where(own < 0, -1, row * len(columns) + place[own.clamp(min=0)])
+        targets = Targets(row * len(columns) + place[column], view.labels[supervised], own)
+        inputs: dict[str, Any] = {
+            "input_ids": view.tokens,
+            "position_ids": view.layout.position,
+            "attention_mask": attention_mask(self.model, view.layout, view.layout),
+            "use_cache": False,
+            **gate(self.model, view.layout),
+        }
+        recomputing = any(
+            getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
+        )
+        if self.gated and not distill and not recomputing:  # else the cache could not be used
+            columns = columns - view.num_clean  # a gated view has labels in its noisy half alone
+            inputs = self._noisy_half_only(model, view)
+        with scoring(self.model, targets, self.args.logits_chunk_size):
+            output = model(**inputs, logits_to_keep=columns).logits
+        nats, right, divergence = output.unbind(dim=1)
+        return Scores(nats, right.detach() > 0, divergence)
+
+    def _noisy_half_only(self, model: torch.nn.Module, view: objective.View) -> dict[str, Any]:
+        """Inputs for the noisy half, over the clean half's keys and values.
+
+        Those come from frozen weights: no gradient, no head, and nothing kept for the backward pass
+        of two thirds of the work that the whole view would be.
+        """
+        first, layout = view.num_clean, view.layout
+        clean, noisy = (
+            layout.map(lambda tensor, part=part: tensor[:, part])
+            for part in (slice(first), slice(first, None))
+        )
+        cache = DynamicCache()  # without a config: no layer drops what our masks still need
+        with torch.no_grad():
+            model(
+                input_ids=view.tokens[:, :first],
+                position_ids=clean.position,
+                attention_mask=attention_mask(self.model, clean, clean),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return {
+            "input_ids": view.tokens[:, first:],
+            "position_ids": noisy.position,
+            "attention_mask": attention_mask(self.model, noisy, layout),
+            "past_key_values": cache,
+            "use_cache": True,
+            **gate(self.model, noisy),
+        }
+
+    def forget(self) -> None:
+        """Drops what the next line of the log would report."""
+        self._totals["train"] = _Totals(self.accelerator.device, self.args.max_block_size)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """trl's card, and a section on what was trained how, with the last losses.
+
+        Effects: writes README.md in the output folder; on the first rank alone.
+        """
+        super().create_model_card(*args, **kwargs)
+        if not self.is_world_process_zero():
+            return
+        means = self._totals["train"].means() or self._last_means
+        last = {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))}
+        own = {f.name: getattr(self.args, f.name) for f in fields(SBDConfig) if f.name in OPTIONS}
+        text = CARD.format(
+            provenance=json.dumps(self.provenance, indent=2, default=str),
+            settings=json.dumps(own, indent=2),
+            steps=self.state.global_step,
+            losses=json.dumps(last, indent=2),
+        )
+        with (Path(str(self.args.output_dir)) / "README.md").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        generation: Any = self.model.generation_config
+        if is_peft_model(self.model) and (settings := generation.to_dict().get("setblock")):
+            # peft saves the adapter alone; without this nobody could tell how to decode with it.
+            write_settings(output_dir or str(self.args.output_dir), **settings)
 
     def _view(self, batch: dict[str, Tensor], epoch: int, block_size: int) -> objective.View:
         """What the forward of this batch reads; refuses a batch that has nothing to learn from."""
@@ -255,6 +452,7 @@ class SBDTrainer(SFTTrainer):
             batch["sample_id"].tolist(),
             batch["lengths"].tolist(),
             tokens.shape[1],
+            self.args.full_mask_share,
         )
         view = objective.noisy_view(
             tokens,
@@ -265,7 +463,8 @@ class SBDTrainer(SFTTrainer):
             self.mask_token_id,
             self.args.drop_ragged_block,
         )
-        return objective.drop_idle_blocks(view)
+        view = objective.drop_idle_blocks(view)
+        return view.masked_only() if self.gated else view
 
     def _adopt_mask_token(self) -> int:
         """The mask token, found as everywhere else and written into the checkpoints to come.
@@ -299,9 +498,22 @@ class SBDTrainer(SFTTrainer):
         # of a tokenised dataset whose completion_mask says which tokens they are.
         if args.completion_only_loss is None and "completion_mask" in (dataset.column_names or ()):
             self.completion_only_loss = True
+        whole = copy.copy(args)
+        whole.max_length = None
         prepared: Any = super()._prepare_dataset(
-            dataset, processing_class, args, False, formatting_func, name
+            dataset, processing_class, whole, False, formatting_func, name
         )
+        if args.max_length is not None and "labels" in (prepared.column_names or ()):
+            prepared = _cut(prepared, args, name)
+        if args.objective == "sbd" and "labels" in (prepared.column_names or ()):
+            fill = args.end_fill
+            prepared = prepared.map(
+                _fill_behind_end,
+                fn_kwargs={
+                    "end": self._tokenizer.eos_token_id,
+                    "count": args.max_block_size - 1 if fill is None else fill,
+                },
+            )
         if packing:
             if args.max_length is None:
                 raise ValueError("max_length must be a number of tokens when packing, got None")
@@ -350,34 +562,55 @@ class _Totals:
 
     NAMES = (
         *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
-        *("maskable", "block_sizes", "batches"),
+        *("maskable", "tokens", "block_sizes", "batches"),
     )
+    NUM_RATES = 10  # mask rates in tenths
 
-    def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(len(self.NAMES), device=device)
+    def __init__(self, device: torch.device, max_block_size: int) -> None:
+        self.values = torch.zeros(
+            len(self.NAMES) + 2 * max_block_size + 2 * self.NUM_RATES, device=device
+        )
+        self.max_block_size, self.begin = max_block_size, time.perf_counter()
+
+    def _parts(self) -> list[Tensor]:
+        """NAMES; labels and right answers by offset in the block; the same by mask rate."""
+        sizes = [self.max_block_size] * 2 + [self.NUM_RATES] * 2
+        return list(self.values.split([len(self.NAMES), *sizes]))
 
     def add(
-        self,
-        losses: objective.Losses,
-        logits: Float[Tensor, "_ vocab"],
-        view: objective.View,
-        block_size: int,
-        labels: Int[Tensor, "batch _"],
+        self, scores: Scores, view: objective.View, block_size: int, batch: Mapping[str, Any]
     ) -> None:
-        noisy = (view.layout.block != CLEAN)[view.supervised]
-        right = logits.argmax(dim=-1) == view.labels[view.supervised]
-        matp_right = (right & noisy).sum()
+        supervised = view.supervised
+        noisy = (view.layout.block != CLEAN)[supervised]
+        losses = objective.sums(scores.nats.detach(), view)
+        matp_right = (scores.right & noisy).sum()
+        labelled = batch["labels"] != objective.IGNORE
         sums = (
-            *(losses.ntp_sum.detach(), losses.ntp_count, right.sum() - matp_right),
-            *(losses.matp_sum.detach(), losses.matp_count, matp_right),
-            *((labels != objective.IGNORE).sum(), block_size, 1),
+            *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
+            *(losses.matp_sum, losses.matp_count, matp_right),
+            *(labelled.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
         )
         device = self.values.device
-        self.values += torch.stack([torch.as_tensor(value, device=device) for value in sums])
+        names, *tables = self._parts()
+        names += torch.stack([torch.as_tensor(value, device=device) for value in sums])
+        if not view.matp_labels.shape[1]:
+            return
+        offset = (view.layout.position - view.layout.horizon)[supervised][noisy]
+        slot = view.layout.document - PADDING
+        counts = torch.zeros(2, len(slot), int(slot.max()) + 1, device=device)
+        clean = slot[:, : view.num_clean]
+        counts[0].scatter_add_(1, clean, labelled.float())
+        counts[1].scatter_add_(1, slot, (supervised & (view.layout.block != CLEAN)).float())
+        rate = (counts[1] / counts[0].clamp(min=1)).gather(1, slot)[supervised][noisy]
+        tenth = (rate * self.NUM_RATES).long().clamp(max=self.NUM_RATES - 1)
+        right = scores.right[noisy].float()
+        for (labels, rights), index in zip((tables[:2], tables[2:]), (offset, tenth), strict=True):
+            labels.index_add_(0, index, torch.ones_like(right))
+            rights.index_add_(0, index, right)
 
     def means(self) -> dict[str, float]:
         """Name -> mean, of a half only where it had labels."""
-        totals = dict(zip(self.NAMES, self.values.tolist(), strict=True))
+        totals = dict(zip(self.NAMES, self._parts()[0].tolist(), strict=True))
         means = {}
         for half in ("ntp", "matp"):
             if totals[f"{half}_labels"]:
@@ -386,7 +619,29 @@ class _Totals:
         if totals["matp_labels"]:
             means["mask_ratio"] = totals["matp_labels"] / totals["maskable"]
             means["block_size"] = totals["block_sizes"] / totals["batches"]
+        if totals["tokens"]:
+            means["tokens_per_second"] = totals["tokens"] / (time.perf_counter() - self.begin)
         return means
+
+    def breakdown(self) -> dict[str, list[float | None]]:
+        """Masked accuracy by offset in the block and by mask rate (tenths), None without labels."""
+        tables = [part.tolist() for part in self._parts()[1:]]
+        shares = [
+            [right / labels if labels else None for labels, right in zip(*pair, strict=True)]
+            for pair in (tables[:2], tables[2:])
+        ]
+        return dict(
+            zip(("matp_accuracy_by_offset", "matp_accuracy_by_mask_rate"), shares, strict=True)
+        )
+
+
+def _with_teachers(
+    supervised: Bool[Tensor, "batch length"], teachers: Int[Tensor, "batch length"]
+) -> Bool[Tensor, "batch length"]:
+    row, column = (teachers >= 0).nonzero(as_tuple=True)
+    needed = supervised.clone()
+    needed[row, teachers[row, column]] = True
+    return needed
 
 
 def refuse_split_rows(parallelism: ParallelismConfig | None) -> None:
@@ -421,6 +676,54 @@ def _map_datasets(function: Callable[[Any], Any], datasets: Any) -> Any:
 
 def _repeat_sample_id(row: Mapping[str, Any]) -> dict[str, list[int]]:
     return {"sample_id": [row["sample_id"]] * len(row["input_ids"])}
+
+
+def _cut(dataset: Any, args: SBDConfig, name: str) -> Any:
+    """Rows of at most max_length tokens, those with a label left; says how many it changed.
+
+    Raises: ValueError if none is left.
+    """
+    length, keep = args.max_length, args.truncation_mode
+    part = slice(None, length) if keep == "keep_start" else slice(-(length or 0), None)
+    if not isinstance(dataset, Dataset):
+        cut = dataset.map(_sliced, fn_kwargs={"part": part})
+        return cut.filter(_has_label)
+    num_cut = sum(len(row) > (length or 0) for row in dataset["input_ids"])
+    cut = dataset.map(_sliced, fn_kwargs={"part": part})
+    left = cut.filter(_has_label)
+    if not len(left):
+        raise ValueError(
+            f"none of the {len(dataset)} rows of the {name} dataset has a token to learn "
+            f"within max_length={length}: raise it, or check prompts and completions"
+        )
+    if num_cut or len(left) < len(dataset):
+        logger.warning(
+            f"{name} dataset: {num_cut} of {len(dataset)} rows were longer than max_length="
+            f"{length} and were cut; {len(dataset) - len(left)} rows without a token to learn "
+            "were left out"
+        )
+    return left
+
+
+def _sliced(row: Mapping[str, Any], part: slice) -> dict[str, list[int]]:
+    return {name: row[name][part] for name in ("input_ids", "labels")}
+
+
+def _has_label(row: Mapping[str, Any]) -> bool:
+    return any(label != objective.IGNORE for label in row["labels"])
+
+
+def _fill_behind_end(row: Mapping[str, Any], end: int | None, count: int) -> dict[str, list[int]]:
+    """The row with `count` more end tokens behind a labelled one that it ends in.
+
+    A chat template's line break behind the end gives way to them.
+    """
+    ids, labels = row["input_ids"], row["labels"]
+    last = next((i for i in range(len(ids) - 1, max(len(ids) - 4, -1), -1) if ids[i] == end), None)
+    if last is None or labels[last] == objective.IGNORE:
+        return {"input_ids": ids, "labels": labels}
+    fill = [ids[last]] * count
+    return {"input_ids": ids[: last + 1] + fill, "labels": labels[: last + 1] + fill}
 
 
 def _sample_ids(row: dict[str, Any]) -> list[int]:

@@ -1,25 +1,46 @@
-"""The `train` command: a file of rows becomes a checkpoint that every other command takes."""
+"""The `train` and `merge` commands: rows in, a MODEL out that every other command takes."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
+import typer
+from safetensors.torch import load_file
 
 from setblock import cli
-from setblock.finetune import parse_config, read_rows
+from setblock.finetune import Run, finetune, parse_config
+from setblock.generation import generate
+from setblock.masks import causal_layout
 from setblock.model import load
 
 # trl's own defaults use a name that transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
 
-ROWS = [{"prompt": "a b ", "completion": "c d e"}, {"prompt": "b ", "completion": "a c"}]
+PAIRS = [("a b ", "c d e"), ("b ", "a c"), ("x y z ", "z y x x"), ("q ", "r s t u v")]
+ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
+QUICK = "--max-steps 3 --per-device-train-batch-size 2 --use-cpu --bf16 no --disable-tqdm yes"
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -28,50 +49,299 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
     cli.main()
 
 
-def test_trained_model_loads_and_knows_it(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
-    folder = tmp_path / "out"
-    start = [
-        "train",
-        "--model",
-        checkpoint("llama", mask_token="<mask>"),
-        "--data",
-        rows,
-        "--output-dir",
-        folder,
-    ]
-    options = [
-        "--max-steps",
-        "2",
-        "--per-device-train-batch-size",
-        "2",
-        "--use-cpu",
-        "--bf16",
-        "no",
-    ]
-    mask = str(load(checkpoint("llama", mask_token="<mask>")).mask_token_id)
-    run(monkeypatch, *start, *options, "--mask-token-id", mask, "--json")
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["steps"] == 2
-    assert summary["rows"] == 2
+def train(monkeypatch, capsys, *words: str | Path) -> dict[str, Any]:
+    """The JSON summary of a quick run."""
+    run(monkeypatch, "train", *words, *QUICK.split(), "--json")
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "stdout holds one JSON object and nothing else"
+    return json.loads(out)
+
+
+def next_token_logits(model, ids=(5, 6, 7, 8)):
+    tokens = torch.tensor([ids])
+    return model.forward(tokens, causal_layout(torch.arange(len(ids))[None]))
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "gated"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3"])
+def test_every_method_gives_a_model(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, method, kind
+) -> None:
+    base, folder = checkpoint(kind), tmp_path / "out"  # no mask token: one is added
+    options = ["--lora-rank", "4", "--lora-alpha", "64", "--lora-dropout", "0.0"]
+    summary = train(
+        monkeypatch,
+        capsys,
+        *("--model", base, "--data", rows, "--output-dir", folder, "--method", method),
+        *(*options, "--learning-rate", "0.05", "--warmup-steps", "0"),
+    )
+    assert (summary["steps"], summary["rows"], summary["method"]) == (3, 4, method)
+    before, after = load(base), load(folder)
+    assert after.trained
+    assert after.mask_token_id == summary["mask_token_id"] == before.mask_token_id
+    assert after.adapted == (method != "full")
+    assert after.gated == (method == "gated")
+    change = (next_token_logits(after) - next_token_logits(before)).nan_to_num().abs().max()
+    assert (change == 0) if method == "gated" else (change > 1e-3)
+    block = [generate(model, [[5, 6, 7]], max_new_tokens=24)[0] for model in (before, after)]
+    assert block[0].token_ids != block[1].token_ids, "nothing was learned"
+    # what the trainer held is what was saved: the same weights, loaded once more
+    again = load(folder)
+    assert generate(again, [[5, 6, 7]], max_new_tokens=24)[0].token_ids == block[1].token_ids
+    card = (folder / "README.md").read_text()
+    assert str(rows) in card
+    assert "matp_loss" in card
+    assert '"max_block_size": 16' in card
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_gated_adapter_in_stock_peft_leaves_next_tokens_alone(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, kind
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    base, folder = checkpoint(kind, mask_token="<mask>"), tmp_path / "out"
+    where = ("--model", base, "--data", rows, "--output-dir", folder)
+    train(monkeypatch, capsys, *where, "--method", "gated", "--learning-rate", "0.05")
+    stock = AutoPeftModelForCausalLM.from_pretrained(folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        assert torch.equal(stock(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_full_model_in_stock_transformers(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    base, folder = checkpoint("qwen3"), tmp_path / "out"
+    where = ("--model", base, "--data", rows, "--output-dir", folder)
+    train(monkeypatch, capsys, *where)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = load(folder)
-    assert model.trained
-    assert model.mask_token_id == int(mask)
+    with torch.no_grad():
+        logits = stock(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
+    logits[..., model.mask_token_id] = -torch.inf
+    assert torch.allclose(logits, next_token_logits(model), atol=1e-5)
+
+
+def test_merge(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    base, folder, whole = checkpoint("qwen3"), tmp_path / "out", tmp_path / "whole"
+    where = ("--model", base, "--data", rows, "--output-dir", folder)
+    train(monkeypatch, capsys, *where, "--method", "lora", "--learning-rate", "0.05")
+    run(monkeypatch, "merge", folder, whole, "--dtype", "float32", "--json")
+    assert json.loads(capsys.readouterr().out)["output_dir"] == str(whole)
+    assert not (whole / "adapter_config.json").exists()
+    adapted, merged = load(folder), load(whole)
+    assert (merged.trained, merged.adapted, merged.dtype) == (True, False, torch.float32)
+    assert merged.mask_token_id == adapted.mask_token_id
+    assert torch.equal(next_token_logits(merged), next_token_logits(adapted))
+    answers = [generate(one, [[5, 6]], max_new_tokens=20)[0].token_ids for one in (adapted, merged)]
+    assert answers[0] == answers[1]
+    run(monkeypatch, "merge", folder, tmp_path / "half")
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "merge", folder, whole)
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "merge", whole, tmp_path / "again")
+    assert "no adapter to merge" in capsys.readouterr().err
+
+
+def test_merge_refuses_gated(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    train(monkeypatch, capsys, *where, "--method", "gated")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "merge", tmp_path / "out", tmp_path / "whole")
+    assert "acts on masked positions alone" in capsys.readouterr().err
+    assert not (tmp_path / "whole").exists()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", "--model", tmp_path / "out", *where[2:4], "--output-dir", "x")
+    assert "train one on its base" in capsys.readouterr().err
+
+
+def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {checkpoint('llama')}\ndata: {rows}\noutput_dir: {tmp_path / 'out'}\n"
+        "limit: 3\nfull-mask-share: 0.5\nself_distill: 0.25\nmatp_weight: 2.0\nmax_block_size: 7\n"
+    )
+    summary = train(monkeypatch, capsys, "--config", file, "--limit", "2")
+    assert summary["rows"] == 2, "typed options win"
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in ('"full_mask_share": 0.5', '"self_distill": 0.25', '"matp_weight": 2.0'):
+        assert line in card
+    assert load(tmp_path / "out").defaults["block_size"] == 7
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert all(len(line["matp_accuracy_by_offset"]) == 7 for line in lines)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no rows"),
-        ('{"text": "a"}\n{"text": ', ":2: not JSON"),
-        ('{"text": "a"}\n\n{"question": "a"}\n', ":3: a row needs prompt and completion"),
-        ("[1]\n", ":1: a row needs"),
+        ("- a\n- b\n", "needs names and values, got list"),
+        ("a: [", "run.yaml: while parsing"),
+        ("model: m\n", "missing: --data, --output-dir"),
+        ("no_such: 1\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "unknown training option"),
+        ("method: half\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "one of full, lora, qlora, ga"),
     ],
 )
-def test_bad_rows_are_named_by_line(tmp_path, content, message) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_rows(path)
+def test_bad_config_files(tmp_path, monkeypatch, capsys, content, message) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", "--config", file)
+    assert message in capsys.readouterr().err
+
+
+def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    probe = ("--decode-data", rows, "--decode-every", "2", "--decode-limit", "3")
+    options = ("--decode-solver", "fixed:4", "--answer-tokens", "8", "--chat", "--split", "train")
+    summary = train(monkeypatch, capsys, *where, *probe, *options)
+    assert [result["step"] for result in summary["decode"]] == [0, 2, 3]
+    for result in summary["decode"]:
+        assert result["decode_n"] == 3
+        assert 1 < result["decode_tokens_per_forward"] <= 4
+        assert 0 <= result["decode_score"] <= 1
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines if "decode_n" in line] == summary["decode"]
+
+
+def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    rows = write(tmp_path / "r.jsonl", [{"q": p, "a": c} for p, c in PAIRS])
+    # an end token that is likely anywhere: half of the answers end
+    base = ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base")
+    where = ("--model", base, "--data", rows, "--output-dir", tmp_path / "out")
+    names = ("--prompt-field", "q", "--completion-field", "a")
+    own = ("--answers", "model", "--answer-tokens", "40", "--answer-batch-size", "2")
+    summary = train(monkeypatch, capsys, *where, *names, *own)
+    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    ended = [a for a in answers if a["finish_reason"] == "eos" and a["text"]]
+    assert len(answers) == 4
+    assert 0 < len(ended) == summary["rows"]
+    model = load(base)
+    for answer in answers:
+        [again] = generate(model, [answer["prompt_ids"]], mode="ntp", max_new_tokens=40)
+        assert again.text == answer["text"]
+
+
+def ending(source: Path, folder: Path) -> Path:
+    """The checkpoint with an end token that is likelier than before."""
+    model = load(source)
+    [end] = model.eos_token_ids
+    weight = model.network.get_output_embeddings().weight.data
+    weight[end] *= 3
+    model.network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_parquet_and_hub_names(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows.parquet"))
+    where = ("--model", checkpoint("llama"), "--output-dir", tmp_path / "out")
+    assert train(monkeypatch, capsys, *where, "--data", tmp_path / "rows.parquet")["rows"] == 4
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *where, "--data", "no-one/nothing")
+    assert "can't read data 'no-one/nothing'" in capsys.readouterr().err
+
+
+def test_resume_is_as_if_nothing_had_happened(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    base = ("--model", checkpoint("llama"), "--data", rows, "--method", "lora", "--save-steps", "1")
+    straight = train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "straight")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *base, "--output-dir", tmp_path / "straight")
+    assert "go on with --resume" in capsys.readouterr().err
+    # stopped by a signal after its first step
+    stop = threading.Event()
+    monkeypatch.setattr("setblock.watch.SaveOnSignal.on_step_begin", lambda *a, **k: kill(stop))
+    with pytest.raises(SystemExit) as code:
+        train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "stopped")
+    assert code.value.code == 130
+    err = capsys.readouterr()
+    assert "stopped by SIGTERM with a checkpoint" in err.err
+    assert json.loads(err.out)["steps"] == 1
+    monkeypatch.undo()
+    resumed = train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "stopped", "--resume")
+    assert resumed["steps"] == 3
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("straight", "stopped")]
+    first, second = map(load_file, files)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name])
+    losses = [
+        [line["matp_loss"] for line in one["log"] if "matp_loss" in line]
+        for one in (straight, resumed)
+    ]
+    assert losses[0] == losses[1]
+
+
+def kill(once: threading.Event) -> None:
+    if not once.is_set():
+        once.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def test_resume_needs_a_checkpoint(checkpoint, rows, tmp_path) -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint to go on from"):
+        finetune(Run(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), [])
+
+
+def test_estimate_is_printed_and_leaves_no_trace(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    where = ("--model", checkpoint("llama"), "--data", rows)
+    summary = train(monkeypatch, capsys, *where, "--output-dir", tmp_path / "a")
+    cost = summary["estimate"]
+    assert cost["steps"] == 3
+    assert cost["seconds"] > 0
+    assert cost["parameters"] == cost["trained_parameters"]
+    assert cost["weight_bytes"] == 4 * cost["parameters"]
+    monkeypatch.setattr("setblock.finetune.estimate", lambda trainer: cost)
+    again = train(monkeypatch, capsys, *where, "--output-dir", tmp_path / "b")
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert again["train_loss"] == summary["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-length", "300"], "max_length=300 is more than"),
+        (["--max-length", "1"], "none of the 4 rows .* has a token to learn within max_length=1"),
+        (["--chat", "--model", "{no chat}"], "messages need a chat template"),
+        (["--mask-token-id", "999999"], "mask token 999999"),
+        (["--decode-every", "2"], "decode_every and decode_data need each other"),
+        (["--decode-solver", "guess:1"], "guess"),
+        (["--method", "gated", "--objective", "ntp"], "objective must be 'sbd'"),
+        (["--resume-from-checkpoint", "x"], "use --resume"),
+        (["--data", "{missing}"], "no file"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--answers", "mine"], "answers must be one of data, model, got 'mine'"),
+        (["--lora-dropout", "1"], "lora_dropout must lie in 0..1"),
+    ],
+)
+def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, words, message):
+    places = {
+        "{no chat}": str(checkpoint("llama", chat=False)),
+        "{missing}": str(tmp_path / "missing.jsonl"),
+    }
+    start = ["train", "--data", rows, "--output-dir", tmp_path / "out", *QUICK.split()]
+    start += ["--model", checkpoint("llama")] if "--model" not in words else []
+    if "--data" in words:
+        del start[1:3]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *start, *(places.get(word, word) for word in words))
+    import re
+
+    err = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -81,8 +351,48 @@ def test_bad_rows_are_named_by_line(tmp_path, content, message) -> None:
         (["--max-steps", "many"], "max_steps"),
         (["--objective", "diffusion"], "objective"),
         (["--max-block-size", "1"], "max_block_size=1"),
+        (["--full-mask-share", "2"], "full_mask_share must lie in 0..1, got 2.0"),
+        (["--self-distill", "-1"], "self_distill must lie in 0..1"),
+        (["--matp-weight", "0"], "matp_weight must be a number above 0, got 0.0"),
+        (["--matp-weight", "nan"], "matp_weight"),
+        (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
+        (["--end-fill", "-1"], "end_fill must be at least 0"),
     ],
 )
 def test_bad_options_are_named(tmp_path, words, message) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_config(tmp_path, None, words)
+        parse_config(Run("nano", ["rows.jsonl"], tmp_path), words)
+
+
+def test_every_option_is_typed_in_this_file():
+    typed = Path(__file__).read_text()
+    app: Any = typer.main.get_command(cli.app)
+    for name in ("train", "merge"):
+        for parameter in app.commands[name].params:
+            for option in [*parameter.opts, *parameter.secondary_opts]:
+                if option.startswith("-"):
+                    assert f'"{option}"' in typed, f"no test types {option} of {name}"
+
+
+def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
+    """What torchrun starts: one folder, one model, the same losses as one process."""
+    where = ["train", "--model", checkpoint("llama"), "--data", rows, "--lr-scheduler-type"]
+    words = [*where, "constant", "--optim", "sgd", *QUICK.split(), "--logging-steps", "1"]
+    words[words.index("--per-device-train-batch-size") + 1] = "1"
+    program = ["-m", "setblock"]
+    logs = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        per_step = ["--gradient-accumulation-steps", str(4 // ranks), "--output-dir", folder]
+        done = subprocess.run(
+            [sys.executable, *launch, *program, *map(str, [*words, *per_step])],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        logs.append([line["matp_loss"] for line in lines])
+        assert load(folder).trained
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4)

@@ -167,7 +167,7 @@ def test_idle_blocks_change_no_loss_and_no_gradient(network, row_lengths, block_
     ids = [[seed + 10 * b + i for i in range(len(row))] for b, row in enumerate(lengths)]
     most = max(map(len, lengths))
     padded = [[row + [0] * (most - len(row)) for row in table] for table in (ids, lengths)]
-    masked = objective.draw_batch_noise(0, 0, *padded, parts[0].shape[1])
+    masked = objective.draw_batch_noise(0, 0, padded[0], padded[1], parts[0].shape[1])
     whole = objective.noisy_view(*parts, masked, block_size, MASK)
     short = objective.drop_idle_blocks(whole)
     gradients, sums = [], []

@@ -13,12 +13,14 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("masks", "solvers", "execution", "sampling"),
-    ("objective", "cache", "nano"),
+    ("masks", "solvers", "execution", "sampling", "head", "data"),
+    ("objective", "cache", "adapters", "nano"),
     ("model",),
     ("decode", "train"),
-    ("generation", "finetune"),
-    ("evaluate", "live"),
+    ("generation",),
+    ("evaluate", "live", "watch"),
+    ("answers",),
+    ("finetune",),
     ("cli",),
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}

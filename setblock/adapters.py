@@ -1,0 +1,118 @@
+"""Adapters on a frozen base, by peft: low-rank (lora, qlora) and gated.
+
+A gated adapter acts on noisy tokens alone: peft's activated LoRA, told for every row where its
+noisy tokens begin, and a mask embedding that only the input side reads. Clean tokens go through the
+base's own weights, so that its next-token logits stay what they were, bit for bit.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from setblock.masks import CLEAN, Layout
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+METHODS = ("full", "lora", "qlora", "gated")
+CONFIG = "adapter_config.json"
+
+
+def attach(
+    network: PreTrainedModel,
+    base_name: str,
+    method: str,
+    mask_token_id: int,
+    rank: int,
+    alpha: int,
+    dropout: float = 0.0,
+) -> "PeftModel":
+    """The network with a new adapter on all of its linear layers but the head, and a trained mask.
+
+    base_name: the MODEL that the adapter will be put on again when it is loaded.
+    Effects: freezes the network and puts the adapter's layers into it.
+    """
+    from peft import LoraConfig, get_peft_model  # here: decoding without an adapter does without
+
+    gated = method == "gated"
+    embedding, head = (
+        next(name for name, module in network.named_modules() if module is part).split(".")[-1]
+        for part in (network.get_input_embeddings(), network.get_output_embeddings())
+    )
+    tokens = {embedding: [mask_token_id]}
+    tied = network.config.tie_word_embeddings
+    if gated and tied:
+        # peft ties what it trains of a tied embedding to the head, unless the lists differ. Here
+        # the head must stay as it is: it gets a list of its own, and that row is frozen below.
+        tokens[head] = [mask_token_id, mask_token_id]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        trainable_token_indices=tokens,
+        alora_invocation_tokens=[mask_token_id] if gated else None,
+    )
+    adapted: Any = get_peft_model(network, config)
+    config.base_model_name_or_path = base_name
+    # peft would store all of an embedding that got a row for the mask token: its delta is enough.
+    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+    if gated and tied:
+        adapted.get_output_embeddings().requires_grad_(False)
+    return adapted
+
+
+def is_gated(network: Any) -> bool:
+    """Whether the network carries an adapter that acts on noisy tokens alone."""
+    configs = getattr(network, "peft_config", {})  # stock networks have none
+    return any(config.alora_invocation_tokens is not None for config in configs.values())
+
+
+def gate(network: Any, layout: Layout) -> dict[str, Any]:
+    """What a forward of these tokens must be told: for each row, how many tokens at its end count.
+
+    They begin with the row's first noisy token: noisy tokens are a suffix, but for padding. Nothing
+    for a network without a gated adapter.
+    """
+    if not is_gated(network):
+        return {}
+    noisy = layout.block != CLEAN
+    length = noisy.shape[1]
+    suffix = torch.where(noisy.any(dim=1), length - noisy.long().argmax(dim=1), 0)
+    return {"alora_offsets": suffix.tolist()}
+
+
+def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> Any:
+    """The network with the adapter of this folder or hub repository, ready to decode.
+
+    A low-rank adapter is folded into the weights; a gated one stays beside them, its mask embedding
+    put in by a hook (peft would copy the whole embedding in every forward).
+    """
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(network, folder)
+    if not is_gated(adapted):
+        return adapted.merge_and_unload()
+    wrapper: Any = network.get_input_embeddings()
+    [trained] = wrapper.token_adapter.trainable_tokens_delta[adapted.active_adapter].detach()
+    embedding = unwrapped(wrapper)
+
+    def put_in_mask(module: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return torch.where((args[0] == mask_token_id)[..., None], trained.to(output), output)
+
+    network.set_input_embeddings(embedding)
+    embedding.register_forward_hook(put_in_mask)
+    head: Any = network.get_output_embeddings()
+    if network.config.tie_word_embeddings:
+        network.set_output_embeddings(unwrapped(head))
+    return adapted.requires_grad_(False)
+
+
+def unwrapped(embedding: Any) -> Any:
+    """The embedding or head itself, where peft has wrapped it to train one of its rows."""
+    adapter = getattr(embedding, "token_adapter", None)
+    return embedding if adapter is None else adapter.base_layer

@@ -1,0 +1,185 @@
+"""Training data: files or hub names -> a dataset for the trainer, with errors that say where.
+
+Rows are {"text"}, {"prompt", "completion"} or {"messages"}; prompt and completion may be lists of
+messages too. Only completions and assistant turns have a loss.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets, load_dataset
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+FORMATS = (("prompt", "completion"), ("messages",), ("text",))
+
+
+def load_rows(
+    names: Sequence[str],
+    split: str = "train",
+    prompt_field: str = "prompt",
+    completion_field: str = "completion",
+    limit: int | None = None,
+) -> Dataset:
+    """The rows of these files or hub datasets, one after the other, in one of FORMATS.
+
+    prompt_field, completion_field: names that those two columns have in the data.
+    limit: the first rows only.
+    Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
+    """
+    parts = []
+    renamed = {prompt_field: "prompt", completion_field: "completion"}
+    for name in names:
+        path = Path(name).expanduser()
+        if path.suffix in SUFFIXES and not path.is_file():
+            raise ValueError(f"no file {name!r}")
+        if path.suffix in (".jsonl", ".json"):
+            rows = [_checked(row, where, renamed) for where, row in _json_rows(path)]
+            if not rows:
+                raise ValueError(f"{name} holds no rows")
+            parts.append(Dataset.from_list(rows))
+            continue
+        try:
+            if path.suffix == ".parquet":
+                dataset: Any = Dataset.from_parquet(str(path))
+            elif path.exists():
+                raise ValueError(f"not one of {', '.join(SUFFIXES)}")
+            else:
+                dataset = load_dataset(name, split=split)
+        except Exception as error:  # every reader and the hub raise classes of their own
+            raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
+        if not len(dataset):
+            raise ValueError(f"{name} holds no rows")
+        old = {new: name for name, new in renamed.items() if name in dataset.column_names}
+        columns = [old.get(column, column) for column in _format(dataset[0], name, renamed)]
+        dataset = dataset.select_columns(columns)
+        dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
+        for number, row in enumerate(dataset):
+            _checked(row, f"{name}: row {number}", {})
+        parts.append(dataset)
+    kinds = {tuple(sorted(part.column_names)) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"data of different formats: {' and '.join(map(str, sorted(kinds)))}")
+    rows = concatenate_datasets(parts)
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
+    """Rows as the trainer takes them: conversations tokenised, assistant turns told apart.
+
+    chat: put prompt and completion strings into the tokenizer's chat template.
+    Raises: ValueError without a chat template, or for one that rewrites earlier turns.
+    """
+    first = rows[0]
+    if chat and isinstance(first.get("prompt"), str):
+        rows = rows.map(_as_turns, remove_columns=rows.column_names, desc="Chat turns")
+        first = rows[0]
+    talks = "messages" in first or isinstance(first.get("prompt"), list)
+    if not talks:
+        if chat:
+            raise ValueError("--chat needs rows of prompt and completion, or of messages")
+        return rows
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "messages need a chat template, and the model's tokenizer has none: give the data as "
+            "prompt and completion texts, or a model with a template"
+        )
+    if "messages" not in first:
+        return rows  # trl renders the prompt alone and knows where the completion begins
+    return rows.map(
+        lambda row, index: conversation(tokenizer, row["messages"], index),
+        with_indices=True,
+        remove_columns=rows.column_names,
+        desc="Tokenizing conversations",
+    )
+
+
+def conversation(
+    tokenizer: Any, messages: list[dict[str, Any]], index: int = 0
+) -> dict[str, list[int]]:
+    """Token ids of a conversation, and a mask that is 1 on what the assistant says.
+
+    A turn is what the template adds to the conversation so far, with the assistant's cue.
+    Raises: ValueError naming the row (`index`) where the template renders an earlier turn otherwise
+    once later ones follow, so that there is no telling turns apart.
+    """
+
+    def render(turns: list[dict[str, Any]], **more: Any) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **more)
+
+    text, ids, mask = "", [], []
+    whole = render(messages)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        cue = render(messages[:number], add_generation_prompt=True)
+        said = render(messages[: number + 1])
+        if not (cue.startswith(text) and said.startswith(cue) and whole.startswith(said)):
+            raise ValueError(
+                f"row {index}: the chat template renders turn {number} otherwise once more turns "
+                "follow; give such data as prompt and completion"
+            )
+        for part, learned in ((cue[len(text) :], 0), (said[len(cue) :], 1)):
+            tokens = tokenizer.encode(part, add_special_tokens=False)
+            ids += tokens
+            mask += [learned] * len(tokens)
+        text = said
+    if not any(mask):
+        raise ValueError(f"row {index}: no assistant turn to learn from")
+    return {"input_ids": ids, "completion_mask": mask}
+
+
+def _as_turns(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": row["prompt"]}],
+        "completion": [{"role": "assistant", "content": row["completion"]}],
+    }
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line or row, value) of a JSONL file or a JSON list."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            values = json.loads(text)
+            if not isinstance(values, list):
+                raise ValueError("not a list of rows")
+            yield from ((f"{path}: row {number}", row) for number, row in enumerate(values))
+            return
+    except ValueError as error:  # JSON and UTF-8
+        raise ValueError(f"{path}: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+
+
+def _format(row: Any, where: str, renamed: dict[str, str]) -> tuple[str, ...]:
+    if isinstance(row, dict):
+        names = {renamed.get(name, name) for name in row}
+        for columns in FORMATS:
+            if names >= set(columns):
+                return columns
+    wanted = " or ".join(" and ".join(columns) for columns in FORMATS)
+    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}")
+
+
+def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
+    """The row's columns of its format; refuses empty answers and messages without role."""
+    columns = _format(row, where, renamed)
+    row = {renamed.get(name, name): value for name, value in row.items()}
+    row = {name: row[name] for name in columns}
+    for name, value in row.items():
+        if isinstance(value, list) and name != "text":
+            for message in value:
+                if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
+                    raise ValueError(f"{where}: {name} must be messages with role and content")
+        elif not isinstance(value, str) or name == "messages":
+            raise ValueError(f"{where}: {name} must be text, got {type(value).__name__}")
+        if not value and name != "prompt":
+            raise ValueError(f"{where}: {name} is empty")
+    return row

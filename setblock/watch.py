@@ -1,0 +1,127 @@
+"""Callbacks of a training run: stop and save on a signal, decode held-out prompts now and then."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from setblock.generation import generate
+from setblock.model import Model
+
+
+class SaveOnSignal(TrainerCallback):
+    """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once.
+
+    `stopped` is the signal's name afterwards, None without one.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.stopped: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the handlers back that were there before the training."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.stopped = signal.Signals(number).name
+        self.restore()
+
+
+class DecodeProbe(TrainerCallback):
+    """Decodes held-out prompts every `every` steps, before the first and after the last.
+
+    Each time one more entry of `results`, also written to log.jsonl: step, tokens_per_forward, and
+    score, the share of answers that end in the same final answer as the row's completion (its last
+    number; the whole text where it holds none).
+    Effects: only on the first rank.
+    """
+
+    def __init__(
+        self, model: Model, rows: Dataset, every: int, solver: str, max_new_tokens: int
+    ) -> None:
+        self.model, self.rows, self.every = model, rows, every
+        self.options: dict[str, Any] = {"solver": solver, "max_new_tokens": max_new_tokens}
+        self.results: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._decode(args, state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
+            self._decode(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._decode(args, state)
+
+    def _decode(self, args: Any, state: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        network = self.model.network
+        training = network.training
+        network.eval()
+        try:
+            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=bool(args.bf16)):
+                answers = generate(self.model, prompts_of(self.model, self.rows), **self.options)
+        finally:
+            network.train(training)
+        wanted = [final_answer(_text(row["completion"])) for row in self.rows]  # type: ignore[index]
+        right = [final_answer(one.text) == want for one, want in zip(answers, wanted, strict=True)]
+        result = {
+            "step": state.global_step,
+            "decode_tokens_per_forward": sum(one.num_tokens for one in answers)
+            / sum(one.nfe for one in answers),
+            "decode_score": sum(right) / len(right),
+            "decode_n": len(right),
+            "decode_eos_share": sum(one.finish_reason == "eos" for one in answers) / len(right),
+            "decode_solver": self.options["solver"],
+        }
+        self.results.append(result)
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def prompts_of(model: Model, rows: Any) -> list[list[int]]:
+    """Token ids of the prompts of prompt-completion rows, chat turns through the template."""
+    found = []
+    for row in rows:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            found.append(model.encode(prompt))
+        else:
+            text = model.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=False
+            )
+            found.append(model.tokenizer.encode(str(text), add_special_tokens=False))
+    return found
+
+
+def final_answer(text: str) -> str:
+    """The last number of a text, without thousands separators; the stripped text if it has none."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].replace(",", "").removesuffix(".00") if numbers else text.strip()
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
