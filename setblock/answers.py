@@ -5,7 +5,7 @@ other authors differ in style, and drafts in that style are rejected.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def regenerate(
             "answer_tokens"
         )
 
-    def own(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def own(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         text = known[kept[index]]["text"]
         if isinstance(row["prompt"], str):
             return {"completion": text}

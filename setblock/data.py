@@ -5,7 +5,7 @@ messages too. Only completions and assistant turns have a loss.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def conversation(
     return {"input_ids": ids, "completion_mask": mask}
 
 
-def _as_turns(row: dict[str, Any]) -> dict[str, Any]:
+def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": row["prompt"]}],
         "completion": [{"role": "assistant", "content": row["completion"]}],

@@ -165,6 +165,7 @@ class SBDConfig(SFTConfig):
             )
         # Fields of SFTConfig whose other values this trainer's loss or collator would ignore.
         for name, allowed in (
+            ("truncation_mode", "keep_start"),
             ("padding_free", False),
             ("loss_type", "nll"),
             ("label_smoothing_factor", 0.0),
@@ -683,14 +684,12 @@ def _cut(dataset: Any, args: SBDConfig, name: str) -> Any:
 
     Raises: ValueError if none is left.
     """
-    length, keep = args.max_length, args.truncation_mode
-    part = slice(None, length) if keep == "keep_start" else slice(-(length or 0), None)
-    if not isinstance(dataset, Dataset):
-        cut = dataset.map(_sliced, fn_kwargs={"part": part})
-        return cut.filter(_has_label)
-    num_cut = sum(len(row) > (length or 0) for row in dataset["input_ids"])
-    cut = dataset.map(_sliced, fn_kwargs={"part": part})
+    length = args.max_length or 0
+    cut = dataset.map(_sliced, fn_kwargs={"length": length})
     left = cut.filter(_has_label)
+    if not isinstance(dataset, Dataset):
+        return left  # a stream can't be counted
+    num_cut = sum(len(row) > length for row in dataset["input_ids"])
     if not len(left):
         raise ValueError(
             f"none of the {len(dataset)} rows of the {name} dataset has a token to learn "
@@ -705,8 +704,8 @@ def _cut(dataset: Any, args: SBDConfig, name: str) -> Any:
     return left
 
 
-def _sliced(row: Mapping[str, Any], part: slice) -> dict[str, list[int]]:
-    return {name: row[name][part] for name in ("input_ids", "labels")}
+def _sliced(row: Mapping[str, Any], length: int) -> dict[str, list[int]]:
+    return {name: row[name][:length] for name in ("input_ids", "labels")}
 
 
 def _has_label(row: Mapping[str, Any]) -> bool:

@@ -243,14 +243,15 @@ def test_parquet_and_hub_names(checkpoint, tmp_path, monkeypatch, capsys) -> Non
     where = ("--model", checkpoint("llama"), "--output-dir", tmp_path / "out")
     assert train(monkeypatch, capsys, *where, "--data", tmp_path / "rows.parquet")["rows"] == 4
     with pytest.raises(SystemExit):
-        run(monkeypatch, "train", *where, "--data", "no-one/nothing")
+        run(monkeypatch, "train", *where[:2], "--output-dir", "x", "--data", "no-one/nothing")
     assert "can't read data 'no-one/nothing'" in capsys.readouterr().err
 
 
 def test_resume_is_as_if_nothing_had_happened(
     checkpoint, rows, tmp_path, monkeypatch, capsys
 ) -> None:
-    base = ("--model", checkpoint("llama"), "--data", rows, "--method", "lora", "--save-steps", "1")
+    base = ("--model", checkpoint("llama"), "--data", rows, "--method", "lora")
+    base += ("--save-steps", "1", "--logging-steps", "1")
     straight = train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "straight")
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", *base, "--output-dir", tmp_path / "straight")

@@ -328,3 +328,39 @@ def test_impossible_block_sizes_are_refused():
         objective.draw_block_size(0, 0, 5, 4)
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         objective.noisy_view(*rows([([10, 11], 0)]), torch.ones(1, 2, dtype=torch.bool), 0, MASK)
+
+
+def test_full_mask_share_masks_whole_documents():
+    drawn = [objective.draw_noise(0, 0, sample, 30, 0.25) for sample in range(2000)]
+    full = [masked.all().item() and eta == 1 for eta, masked in drawn]
+    assert sum(full) / 2000 == pytest.approx(0.25, abs=0.03)
+    for sample, (eta, masked) in enumerate(drawn):  # the others are what they were
+        if not full[sample]:
+            before = objective.draw_noise(0, 0, sample, 30)
+            assert before[0] == eta
+            assert torch.equal(before[1], masked)
+    assert all(objective.draw_noise(0, 0, sample, 5, 1.0)[1].all() for sample in range(50))
+    batch = objective.draw_batch_noise(0, 0, [[3]], [[8]], 10, 1.0)
+    assert batch.tolist() == [[True] * 8 + [False] * 2]
+
+
+def test_masked_only_leaves_the_masked_labels():
+    view = objective.noisy_view(
+        *rows([([10, 11, 12, 13], 1)]), torch.ones(1, 4, dtype=torch.bool), 2, MASK
+    )
+    alone = view.masked_only()
+    assert alone.ntp_labels.tolist() == [[IGNORE] * 4]
+    assert torch.equal(alone.matp_labels, view.matp_labels)
+    assert view.ntp_labels.tolist() == [[11, 12, 13, IGNORE]]
+
+
+def test_teachers_are_the_clean_tokens_before():
+    # Two packed documents of 4 and 3 tokens, all masked; no teacher for a document's first token.
+    parts = rows([([10, 11, 12, 13], 0), ([20, 21, 22], 0)])
+    view = objective.noisy_view(*parts, torch.ones(1, 7, dtype=torch.bool), 2, MASK)
+    assert view.teachers().tolist() == [[-1] * 7 + [-1, 0, 1, 2, -1, 4, 5]]
+    masked = torch.tensor([[False, False, False, True, False, True, False]])
+    short = objective.drop_idle_blocks(objective.noisy_view(*parts, masked, 2, MASK))
+    # left: block 1 of the first document (positions 2, 3), block 0 of the second (0, 1)
+    assert short.layout.position[0, 7:].tolist() == [2, 3, 0, 1]
+    assert short.teachers().tolist() == [[-1] * 7 + [-1, 2, -1, 4]]

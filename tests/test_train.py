@@ -25,7 +25,7 @@ from transformers import (
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import model, objective
-from setblock.masks import CLEAN, PADDING
+from setblock.masks import CLEAN, PADDING, visible
 from setblock.train import Collator, SBDConfig, SBDTrainer, refuse_split_rows
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
@@ -271,7 +271,7 @@ def test_bfloat16_stays_close(tmp_path):
     ids=["prompt-completion", "completion-mask"],
 )
 def test_prompts_are_neither_masked_nor_learned(tmp_path, rows):
-    run = trainer(tmp_path, rows)
+    run = trainer(tmp_path, rows, end_fill=0)
     masked = torch.zeros(11, dtype=torch.bool)
     for epoch in range(8):
         run.state.epoch = epoch
@@ -287,7 +287,7 @@ def test_prompts_are_neither_masked_nor_learned(tmp_path, rows):
 @pytest.mark.parametrize("stream", [False, True])
 def test_plain_text_learns_every_token(tmp_path, stream):
     rows = Dataset.from_list([{"text": "w5 w6 w7"}] * 8)
-    run = trainer(tmp_path, rows.to_iterable_dataset() if stream else rows)
+    run = trainer(tmp_path, rows.to_iterable_dataset() if stream else rows, end_fill=0)
     [view], _ = steps(run)
     assert view.ntp_labels[0].tolist() == [6, 7, 2, -100]
     run.train()
@@ -359,6 +359,7 @@ def test_collator_pads_on_the_right_to_a_multiple():
         ({"mask_token_id": -1}, "mask_token_id must be at least 0, got -1"),
         ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd'.*got 'wrapped'"),
         ({"padding_free": True}, "padding_free must be False, got True"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode must be 'keep_start'"),
         ({"loss_type": "dft"}, "loss_type must be 'nll', got 'dft'"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0.0, got 0.1"),
         ({"average_tokens_across_devices": False}, "must be True, got False"),
@@ -413,6 +414,110 @@ def test_batches_that_teach_nothing_or_break_are_refused(tmp_path):
     net.lm_head.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="the loss of step 0 is not finite: next-token nan"):
         trainer(tmp_path, net=net).train()
+
+
+def probabilities(run, view):
+    """log p at every token of a view, by a plain forward."""
+    with torch.no_grad():
+        return run.model(
+            input_ids=view.tokens,
+            position_ids=view.layout.position,
+            attention_mask=visible(view.layout, view.layout),
+        ).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.0), (0.3, 0.0), (1.0, 1.0), (2.0, 0.4)])
+def test_weight_and_distillation_by_hand(tmp_path, weight, share, chunk):
+    run = trainer(tmp_path, matp_weight=weight, self_distill=share, logits_chunk_size=chunk)
+    batches, count = run.get_batch_samples(iter(run.get_train_dataloader()), 1, torch.device("cpu"))
+    view = batches[0]["view"]
+    log_p = probabilities(run, view)
+    expected = 0.0
+    for b, i in (view.labels != -100).nonzero().tolist():
+        own = -log_p[b, i, view.labels[b, i]].item()
+        if i < view.num_clean:
+            expected += own
+            continue
+        position = view.layout.position[b, i].item()
+        if position > 0:  # these documents stand alone in their rows
+            taught = log_p[b, position - 1]
+            divergence = (taught.exp() * (taught - log_p[b, i])).sum().item()
+            own = (1 - share) * own + share * divergence
+        expected += weight * own
+    loss = run.compute_loss(run.model, batches[0], num_items_in_batch=count)
+    assert loss.item() == pytest.approx(expected / int(count), abs=1e-5)
+
+
+def test_end_fill_lets_blocks_reach_behind_the_end(tmp_path):
+    rows = Dataset.from_list([{"prompt": "w5 w6", "completion": " w7"}] * 8)
+    for settings, fill in (({}, 15), ({"end_fill": 0}, 0), ({"max_block_size": 4}, 3)):
+        run = trainer(tmp_path, rows, **settings)
+        [row] = run.train_dataset.select([0]).to_list()
+        assert row["input_ids"] == [5, 6, 7, 2] + [2] * fill
+        assert row["labels"] == [-100, -100, 7, 2] + [2] * fill
+    twin = trainer(tmp_path, rows, objective="ntp")
+    assert twin.train_dataset[0]["input_ids"] == [5, 6, 7, 2]
+    # a line break of a chat template behind the end gives way; an end in the prompt is none
+    behind = [{"input_ids": [5, 2, 9], "labels": [-100, 2, 9]}] * 8
+    assert trainer(tmp_path, behind, end_fill=2).train_dataset[0]["input_ids"] == [5, 2, 2, 2]
+    prompt = [{"input_ids": [5, 2, 9], "labels": [-100, -100, 9]}] * 8
+    assert trainer(tmp_path, prompt).train_dataset[0]["input_ids"] == [5, 2, 9]
+
+
+def test_cut_rows_are_counted(tmp_path, caplog):
+    caplog.set_level("WARNING", logger="setblock.train")
+    run = trainer(tmp_path, max_length=8)
+    assert max(map(len, run.train_dataset["input_ids"])) == 8
+    lengths = [len(row["input_ids"]) for row in samples()]
+    longer = sum(length > 8 for length in lengths)
+    assert f"train dataset: {longer} of 8 rows were longer than max_length=8" in caplog.text
+    caplog.clear()
+    trainer(tmp_path, max_length=100)
+    assert not caplog.text
+    with pytest.raises(ValueError, match=r"none of the 8 rows .* within max_length=3"):
+        trainer(tmp_path, max_length=3)
+
+
+def test_log_file_holds_what_was_logged_and_more(tmp_path):
+    run = trainer(tmp_path, max_block_size=6, min_block_size=6)
+    run.train()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
+    assert [line["matp_loss"] for line in lines[:4]] == pytest.approx(logged(run, "matp_loss"))
+    for line in lines[:4]:
+        assert line["tokens_per_second"] > 0
+        for name, length in (("offset", 6), ("mask_rate", 10)):
+            shares = line[f"matp_accuracy_by_{name}"]
+            assert len(shares) == length
+            assert all(share is None or 0 <= share <= 1 for share in shares)
+
+
+def test_accuracy_by_offset_and_mask_rate_is_that_of_each_label(tmp_path):
+    run = trainer(tmp_path, max_block_size=5, min_block_size=5, per_device_train_batch_size=8)
+    run.train()  # so that some labels are hit
+    batches, _ = run.get_batch_samples(iter(run.get_train_dataloader()), 1, torch.device("cpu"))
+    view = batches[0]["view"]
+    guesses = probabilities(run, view).argmax(-1)
+    run.forget()
+    with torch.no_grad():
+        run.compute_loss(run.model, batches[0])
+    tables = run._totals["train"].breakdown()
+    by_offset: dict[int, list[bool]] = {}
+    by_rate: dict[int, list[bool]] = {}
+    for b in range(8):
+        places = (view.matp_labels[b] != -100).nonzero()[:, 0] + view.num_clean
+        rate = len(places) / int((batches[0]["labels"][b] != -100).sum())
+        for i in places.tolist():
+            right = bool(guesses[b, i] == view.labels[b, i])
+            by_offset.setdefault(view.layout.position[b, i].item() % 5, []).append(right)
+            by_rate.setdefault(min(int(rate * 10), 9), []).append(right)
+    for name, found in (("offset", by_offset), ("mask_rate", by_rate)):
+        for index, share in enumerate(tables[f"matp_accuracy_by_{name}"]):
+            if share is None:
+                assert index not in found
+            else:
+                assert share == pytest.approx(sum(found[index]) / len(found[index]))
 
 
 def train_on_this_rank(folder):

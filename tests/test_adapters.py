@@ -1,0 +1,132 @@
+"""Gated adapters: noisy tokens alone feel them, in training and in decoding."""
+
+import copy
+
+import pytest
+import torch
+from test_train import MASK, config, network, samples, tokenizer
+from test_train import trainer as plain_trainer
+
+from setblock import adapters
+from setblock.masks import causal_layout, decoding_layout
+from setblock.train import SBDTrainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+
+def adapted(method="gated", seed=1):
+    """A network with an adapter that does something: random, not zero."""
+    made = adapters.attach(network(), "base", method, MASK, rank=4, alpha=8)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return made
+
+
+def gated_trainer(folder, net, **changes):
+    from datasets import Dataset
+
+    return SBDTrainer(
+        net,
+        config(folder, gradient_checkpointing=False, **changes),
+        train_dataset=Dataset.from_list(samples()),
+        processing_class=tokenizer(),
+    )
+
+
+def gradients(run, batches):
+    run.model.zero_grad()
+    run.model.train()
+    for batch in batches:
+        run.compute_loss(run.model, batch).backward()
+    return {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def batches(run):
+    return run.get_batch_samples(iter(run.get_train_dataloader()), 2, torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, distill):
+    net = adapted()
+    short = gated_trainer(tmp_path, net, self_distill=distill)
+    step = batches(short)
+    losses, seen = [], []
+    for two_passes in (True, False):
+        if not two_passes:  # what a network that recomputes its activations does
+            monkeypatch.setattr(net.base_model.model.model, "gradient_checkpointing", True)
+        forwards = []
+        hook = net.base_model.model.register_forward_pre_hook(
+            lambda module, args, kwargs, forwards=forwards: forwards.append(
+                kwargs["input_ids"].shape[1]
+            ),
+            with_kwargs=True,
+        )
+        found = gradients(short, copy.deepcopy(step))
+        hook.remove()
+        losses.append(found)
+        seen.append(len(forwards))
+    assert seen == ([2, 2] if distill else [4, 2])
+    assert losses[0].keys() == losses[1].keys()
+    assert any("lora_A" in name for name in losses[0])
+    for name, gradient in losses[0].items():
+        assert torch.allclose(gradient, losses[1][name], atol=1e-5), name
+
+
+def test_gated_training_moves_the_adapter_alone(tmp_path):
+    net = adapted()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    run = gated_trainer(tmp_path, net, optim="adamw_torch", weight_decay=0.1)
+    run.train()
+    moved = {
+        name for name, value in net.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert moved
+    assert all("lora" in name or "embed_tokens.token_adapter" in name for name in moved), moved
+    assert "ntp_loss" not in run.state.log_history[0]
+    assert "matp_loss" in run.state.log_history[0]
+
+
+def test_lora_and_gated_differ_on_clean_tokens():
+    ids = torch.tensor([[5, 6, 7, MASK, MASK]])
+    layout = decoding_layout(torch.arange(5)[None], torch.tensor([3]), torch.tensor([5]))
+    plain = network()(input_ids=ids, position_ids=layout.position).logits
+    from setblock.model import attention_mask
+
+    for method in ("lora", "gated"):
+        net = adapted(method)
+        mask = attention_mask(net, layout, layout)
+        inputs = {"input_ids": ids, "position_ids": layout.position, "attention_mask": mask}
+        with torch.no_grad():
+            logits = net(**inputs, **adapters.gate(net, layout)).logits
+        assert torch.equal(logits[:, :3], plain[:, :3]) == (method == "gated")
+        assert not torch.allclose(logits[:, 3:], plain[:, 3:], atol=1e-2)
+
+
+def test_gate_is_each_rows_noisy_suffix():
+    net = adapted()
+    position = torch.arange(6).expand(3, 6)
+    layout = decoding_layout(position, torch.tensor([2, 4, 6]), torch.tensor([5, 6, 6]))
+    assert adapters.gate(net, layout) == {"alora_offsets": [4, 2, 0]}
+    assert adapters.gate(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
+    assert adapters.gate(adapted("lora"), layout) == {}
+    assert adapters.gate(network(), layout) == {}
+
+
+def test_lora_learns_as_eq_14_says(tmp_path):
+    """The same losses as the whole network has before anything was learned."""
+    whole = plain_trainer(tmp_path, max_steps=1)
+    made = adapters.attach(network(), "base", "lora", MASK, rank=4, alpha=8)
+    low_rank = gated_trainer(tmp_path, made, max_steps=1)
+    for run in (whole, low_rank):
+        run.train()
+    for name in ("loss", "ntp_loss", "matp_loss"):
+        assert low_rank.state.log_history[0][name] == pytest.approx(
+            whole.state.log_history[0][name], abs=1e-5
+        )

@@ -1,0 +1,135 @@
+"""Training data: formats, conversations, and errors that name the place."""
+
+import json
+
+import pytest
+from conftest import make_tokenizer
+
+from setblock.data import conversation, load_rows, prepare
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes?"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+]
+# An assistant's turn is marked, unlike in the tests' default template.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<model>' }}"
+    "{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+
+
+def tokenizer(template=TEMPLATE):
+    made = make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": "a"}, {"text": "b"}],
+        [{"prompt": "a", "completion": "b"}],
+        [{"prompt": "", "completion": "b"}],
+        [{"messages": TALK}],
+        [{"prompt": TALK[:1], "completion": TALK[1:2]}],
+    ],
+    ids=["text", "pairs", "empty-prompt", "messages", "message-pairs"],
+)
+def test_formats_and_files(tmp_path, suffix, rows):
+    from datasets import Dataset
+
+    file = tmp_path / f"rows.{suffix}"
+    more = [{**row, "id": number} for number, row in enumerate(rows)]
+    if suffix == "parquet":
+        Dataset.from_list(more).to_parquet(str(file))
+    else:
+        file.write_text(json.dumps(more) if suffix == "json" else "\n".join(map(json.dumps, more)))
+    assert load_rows([str(file)]).to_list() == rows
+    assert load_rows([str(file), str(file)], limit=1).to_list() == rows[:1]
+
+
+def test_columns_of_other_names(tmp_path):
+    file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b", "text": "c"}])
+    rows = load_rows([file], prompt_field="question", completion_field="answer")
+    assert rows.to_list() == [{"prompt": "a", "completion": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no rows"),
+        ('{"text": "a"}\n{"text": ', r":2: not JSON"),
+        ('{"text": "a"}\n\n{"question": "a"}\n', r":3: a row needs prompt and completion or mess"),
+        ("[1]\n", r":1: a row needs .* this one has list"),
+        ('{"text": ""}\n', r":1: text is empty"),
+        ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
+        ('{"text": 3}\n', r":1: text must be text, got int"),
+        ('{"messages": "hi"}\n', r":1: messages must be text|:1: messages must be"),
+        ('{"messages": [{"content": "a"}]}\n', r":1: messages must be messages with role"),
+        ('{"messages": []}\n', r":1: messages is empty"),
+    ],
+)
+def test_bad_rows_are_named_by_line(tmp_path, content, message):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows([str(tmp_path / "rows.jsonl")])
+
+
+def test_other_bad_data(tmp_path):
+    (tmp_path / "a.json").write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match="not a list of rows"):
+        load_rows([str(tmp_path / "a.json")])
+    (tmp_path / "b.parquet").write_text("nothing")
+    with pytest.raises(ValueError, match="can't read data"):
+        load_rows([str(tmp_path / "b.parquet")])
+    with pytest.raises(ValueError, match=r"not one of \.jsonl"):
+        load_rows([str(tmp_path)])
+    first = write(tmp_path / "c.jsonl", [{"text": "a"}])
+    second = write(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(ValueError, match="data of different formats"):
+        load_rows([first, second])
+    (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"e\.jsonl"):
+        load_rows([str(tmp_path / "e.jsonl")])
+
+
+def test_only_the_assistant_is_learned_from():
+    made = tokenizer()
+    row = conversation(made, TALK)
+    whole = made.apply_chat_template(TALK, tokenize=False)
+    assert row["input_ids"] == made.encode(whole, add_special_tokens=False)
+    pairs = zip(row["input_ids"], row["completion_mask"], strict=True)
+    assert made.decode([token for token, learned in pairs if learned]) == "yes?</s>4</s>"
+
+
+def test_templates_that_rewrite_the_past_are_refused():
+    counting = "{{ messages | length }}" + TEMPLATE
+    with pytest.raises(ValueError, match="row 7: the chat template renders turn"):
+        conversation(tokenizer(counting), TALK, 7)
+    with pytest.raises(ValueError, match="row 3: no assistant turn"):
+        conversation(tokenizer(), TALK[:1], 3)
+
+
+def test_preparation(tmp_path):
+    pairs = load_rows([write(tmp_path / "a.jsonl", [{"prompt": "2+2", "completion": "4"}])])
+    assert prepare(pairs, tokenizer()).to_list() == pairs.to_list()
+    [row] = prepare(pairs, tokenizer(), chat=True).to_list()
+    assert row == {
+        "prompt": [{"role": "user", "content": "2+2"}],
+        "completion": [{"role": "assistant", "content": "4"}],
+    }
+    talks = load_rows([write(tmp_path / "b.jsonl", [{"messages": TALK}])])
+    assert prepare(talks, tokenizer()).to_list() == [conversation(tokenizer(), TALK)]
+    with pytest.raises(ValueError, match="messages need a chat template"):
+        prepare(talks, tokenizer(None))
+    text = load_rows([write(tmp_path / "c.jsonl", [{"text": "a"}])])
+    with pytest.raises(ValueError, match="--chat needs rows of prompt and completion"):
+        prepare(text, tokenizer(), chat=True)

@@ -1,0 +1,79 @@
+"""The head in chunks: the same nats, hits, divergences and gradients as from all logits at once."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from setblock.head import Scores, Targets, check_head, scoring
+
+
+def network(tied):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("taught", [False, True])
+def test_chunks_are_the_whole(tied, chunk_size, taught):
+    model = network(tied)
+    tokens = torch.randint(0, 19, (2, 6))
+    inputs, labels = torch.tensor([0, 2, 3, 7, 8, 10, 11]), torch.tensor([3, 1, 4, 1, 5, 9, 2])
+    teachers = torch.tensor([-1, 1, 2, -1, 6, -1, 9]) if taught else None
+
+    logits = model(input_ids=tokens).logits.flatten(0, 1)
+    nats = cross_entropy(logits[inputs], labels, reduction="none")
+    divergence = torch.zeros(7)
+    if teachers is not None:
+        for i, teacher in enumerate(teachers.tolist()):
+            if teacher >= 0:
+                divergence[i] = kl_div(
+                    logits[inputs[i]].log_softmax(-1),
+                    logits[teacher].detach().softmax(-1),
+                    reduction="sum",
+                )
+    (nats.sum() + 0.7 * divergence.sum()).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+
+    model.zero_grad()
+    with scoring(model, Targets(inputs, labels, teachers), chunk_size):
+        scores = Scores(*model(input_ids=tokens).logits.unbind(dim=1))
+    (scores.nats.sum() + 0.7 * scores.divergence.sum()).backward()
+    assert torch.allclose(scores.nats, nats, atol=1e-5)
+    assert torch.allclose(scores.divergence, divergence, atol=1e-5)
+    assert scores.right.tolist() == (logits[inputs].argmax(-1) == labels).float().tolist()
+    for wanted, parameter in zip(expected, model.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, wanted, atol=1e-5)
+
+
+def test_head_is_put_back():
+    model = network(False)
+    before = model(input_ids=torch.tensor([[1, 2]])).logits
+    targets = Targets(torch.tensor([0]), torch.tensor([1]))
+    with pytest.raises(RuntimeError), scoring(model, targets, 4):
+        raise RuntimeError
+    assert "forward" not in vars(model.lm_head)
+    assert torch.equal(model(input_ids=torch.tensor([[1, 2]])).logits, before)
+    own = model.lm_head.forward
+    model.lm_head.forward = own
+    with scoring(model, targets, 4):
+        assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 3)
+    assert model.lm_head.forward is own
+
+
+def test_scaled_logits_are_refused():
+    config = network(False).config
+    check_head(config)
+    config.logits_scaling = 8.0
+    with pytest.raises(ValueError, match=r"llama sets logits_scaling=8.0"):
+        check_head(config)
