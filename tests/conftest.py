@@ -31,6 +31,10 @@ MIXED = ["sliding_attention", "full_attention"]
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
     "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    # bitsandbytes' CPU kernels want rows of at least 64.
+    "llama-wide": transformers.LlamaConfig(
+        **{**SIZES, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    ),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen2-window": transformers.Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=4, layer_types=MIXED

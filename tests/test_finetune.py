@@ -16,7 +16,7 @@ import transformers
 import typer
 from safetensors.torch import load_file
 
-from setblock import cli
+from setblock import adapters, cli
 from setblock.finetune import Run, finetune, parse_config
 from setblock.generation import generate
 from setblock.masks import causal_layout
@@ -92,6 +92,28 @@ def test_every_method_gives_a_model(
     assert str(rows) in card
     assert "matp_loss" in card
     assert '"max_block_size": 16' in card
+
+
+# bitsandbytes looks for a CUDA library that a CPU machine has none of.
+@pytest.mark.filterwarnings("ignore::UserWarning:bitsandbytes", "ignore::FutureWarning")
+def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    """On the CPU: bitsandbytes' own CPU kernels, not those that a GPU runs."""
+    from bitsandbytes.nn import Linear4bit
+
+    seen = []
+    attach = "setblock.adapters.attach"
+    monkeypatch.setattr(attach, lambda net, *a, f=adapters.attach: seen.append(net) or f(net, *a))
+    base, folder = checkpoint("llama-wide", mask_token="<mask>"), tmp_path / "out"
+    where = ("--model", base, "--data", rows, "--output-dir", folder, "--method", "qlora")
+    train(monkeypatch, capsys, *where, "--learning-rate", "0.05", "--warmup-steps", "0")
+    assert isinstance(seen[0].model.layers[0].self_attn.q_proj.base_layer, Linear4bit)
+    before, after = load(base), load(folder)
+    assert after.trained
+    assert after.adapted
+    assert not (next_token_logits(after) == next_token_logits(before)).all()
+    answers = [generate(after, [[5, 6, 7]], max_new_tokens=24)[0].token_ids]
+    answers.append(generate(load(folder), [[5, 6, 7]], max_new_tokens=24)[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])

@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -534,6 +535,14 @@ def train_on_this_rank(folder):
         (folder / "record.json").write_text(json.dumps(record))
 
 
+def on_two_ranks(job, folder):
+    """Runs a job of this file as two processes, which torchrun starts."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, __file__, job, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_two_ranks_are_one(tmp_path):
     records = []
     for num_ranks in (1, 2):
@@ -542,14 +551,67 @@ def test_two_ranks_are_one(tmp_path):
         if num_ranks == 1:
             train_on_this_rank(folder)
         else:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command = [sys.executable, *launch, __file__, str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-3000:]
+            on_two_ranks("train", folder)
         records.append(json.loads((folder / "record.json").read_text()))
     for name, values in records[0].items():
         assert values == pytest.approx(records[1][name], abs=1e-5)
 
 
+def shard_on_this_rank(folder):
+    """The gradients of one step of a network that FSDP2 has cut up, half of the rows a rank."""
+    run = trainer(
+        folder,
+        net=two_layers(),
+        per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
+        train_sampling_strategy="sequential",
+        self_distill=0.5,
+        logits_chunk_size=7,
+    )
+    network = run.model
+    sharded = run.accelerator.num_processes > 1
+    if sharded:
+        for layer in network.model.layers:
+            fully_shard(layer)
+        fully_shard(network)
+    loader = run.accelerator.prepare(run.get_train_dataloader()) if sharded else None
+    batches, count = run.get_batch_samples(
+        iter(loader or run.get_train_dataloader()), 1, torch.device("cpu")
+    )
+    network.train()
+    run.compute_loss(network, batches[0], num_items_in_batch=count).backward()
+    gradients = {
+        name: (weight.grad.full_tensor() if sharded else weight.grad).tolist()
+        for name, weight in network.named_parameters()
+    }
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        (folder / "record.json").write_text(json.dumps(gradients))
+    run.accelerator.end_training()
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 2}))
+
+
+def test_two_shards_are_one(tmp_path):
+    """FSDP2 over two gloo ranks; accelerate itself offers it on accelerators only."""
+    records = []
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        if num_ranks == 1:
+            shard_on_this_rank(folder)
+        else:
+            on_two_ranks("shard", folder)
+        records.append(json.loads((folder / "record.json").read_text()))
+    assert records[0].keys() == records[1].keys()
+    for name, values in records[0].items():
+        assert torch.tensor(values).abs().max() > 0
+        assert torch.allclose(torch.tensor(values), torch.tensor(records[1][name]), atol=1e-6)
+
+
+JOBS = {"train": train_on_this_rank, "shard": shard_on_this_rank}
+
 if __name__ == "__main__":
-    train_on_this_rank(Path(sys.argv[1]))
+    JOBS[sys.argv[1]](Path(sys.argv[2]))
