@@ -220,7 +220,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         "trained_parameters": trained,
         "weight_bytes": weights,
         "gradient_bytes": 4 * trained,
-        "optimizer_bytes": 8 * trained if "adam" in str(args.optim) else None,
+        "optimizer_bytes": 8 * trained if "adam" in str(args.optim).lower() else None,
         "tokens_per_second": None,
         "steps": None,
         "seconds": None,

@@ -416,6 +416,27 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        logs.append([line["matp_loss"] for line in lines])
+        logs.append([line["matp_loss"] for line in lines if "matp_loss" in line])
         assert load(folder).trained
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+
+
+def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    """The hub itself is not reached: what would be sent is."""
+    from huggingface_hub import HfApi, RepoUrl
+
+    sent = []
+
+    def upload(self, *, folder_path, **kwargs):
+        sent.append(sorted(os.listdir(folder_path)))
+
+    address = RepoUrl("https://huggingface.co/me/mine")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *args, **kwargs: address)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    hub_words = ("--push-to-hub", "yes", "--hub-model-id", "me/mine", "--save-strategy", "no")
+    train(monkeypatch, capsys, *where, "--method", "gated", *hub_words)
+    assert {"README.md", "adapter_model.safetensors", "generation_config.json"} <= set(sent[-1])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("## Set block decoding") == 1
+    assert "matp_loss" in card

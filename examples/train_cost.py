@@ -1,0 +1,127 @@
+"""What a training step costs beside plain fine-tuning: seconds and peak memory, at two lengths.
+
+    python examples/train_cost.py --model runs/smollm2/base
+
+Each row is a process of its own, so that its peak memory is its own; the rows take turns, so that a
+busy machine slows all of them alike. The ratio is that of the medians.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from datasets import Dataset
+
+from setblock import adapters
+from setblock.evaluate import new_record, save_record
+from setblock.model import load
+from setblock.train import SBDConfig, SBDTrainer
+
+METHODS = {  # name: (objective, method)
+    "ntp full": ("ntp", "full"),
+    "sbd full": ("sbd", "full"),
+    "sbd lora": ("sbd", "lora"),
+    "sbd gated": ("sbd", "gated"),
+}
+
+
+def measure(model_name: str, row: str, length: int, steps: int) -> dict[str, float]:
+    """Seconds of each step after the first (forward, backward, AdamW), and peak memory."""
+    objective, method = METHODS[row]
+    model = load(model_name, dtype="float32", device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 1000, (steps + 1, length), generator=generator) + 100
+    rows = [
+        {"input_ids": row, "labels": [-100] * (length // 2) + row[length // 2 :]}
+        for row in ids.tolist()
+    ]
+    network = model.network
+    if method != "full":
+        network = adapters.attach(network, model_name, method, model.mask_token_id, 32, 64)
+    trainer = SBDTrainer(
+        network,
+        SBDConfig(
+            output_dir="runs/cost",
+            use_cpu=True,
+            bf16=True,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=1,
+            objective=objective,
+            mask_token_id=model.mask_token_id,
+            max_length=None,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=model.tokenizer,
+    )
+    trained = [weight for weight in network.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    batches = iter(trainer.get_train_dataloader())
+    seconds = []
+    network.train()
+    for step in range(steps + 1):
+        trainer.state.global_step = step
+        [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
+        begin = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = trainer.compute_loss(network, batch, num_items_in_batch=count)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak}
+
+
+def main(
+    model: Annotated[str, typer.Option(help="MODEL, as for `setblock train`.")],
+    lengths: Annotated[str, typer.Option(help="Tokens of a row, half of them prompt.")] = "256,512",
+    steps: Annotated[int, typer.Option(help="Timed steps of one row a process.")] = 4,
+    repeats: Annotated[int, typer.Option(help="Processes for each row.")] = 3,
+    out: Annotated[Path, typer.Option(help="The record.")] = Path(
+        "benchmarks/records/train-cost.json"
+    ),
+    only: Annotated[str, typer.Option(help="One measurement, as the processes call it.")] = "",
+) -> None:
+    """Measure, and write the record."""
+    if only:
+        row, length = only.split(":")
+        print(json.dumps(measure(model, row, int(length), steps)))
+        return
+    record = new_record()
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(repeats):
+        for length in map(int, lengths.split(",")):
+            for row in METHODS:
+                own = ["--model", model, "--only", f"{row}:{length}", "--steps", str(steps)]
+                command = [sys.executable, __file__, *own]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                result = json.loads(done.stdout.splitlines()[-1])
+                found.setdefault((row, length), []).append(result)
+                print(row, length, result, flush=True)
+    for (row, length), results in found.items():
+        step_s = [result["step_s"] for result in results]
+        plain = statistics.median(result["step_s"] for result in found["ntp full", length])
+        record["results"].append(
+            {
+                "row": row,
+                "length": length,
+                "step_s": statistics.median(step_s),
+                "step_s_all": step_s,
+                "ratio": statistics.median(step_s) / plain,
+                "peak_bytes": max(result["peak_bytes"] for result in results),
+            }
+        )
+    save_record(record, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
