@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from setblock.model import Model
 class SaveOnSignal(TrainerCallback):
     """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once.
 
+    Within two seconds a second one is the same: a launcher sends on what its terminal sent to all.
     `stopped` is the signal's name afterwards, None without one.
     """
 
@@ -24,6 +26,7 @@ class SaveOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.stopped: str | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -43,8 +46,11 @@ class SaveOnSignal(TrainerCallback):
         self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        self.stopped = signal.Signals(number).name
-        self.restore()
+        if self.stopped is None:
+            self.stopped, self._since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since > 2:
+            self.restore()
+            signal.raise_signal(number)
 
 
 class DecodeProbe(TrainerCallback):

@@ -1,0 +1,81 @@
+"""The scripts under examples/, on few steps: every option of each is typed here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from setblock.model import load
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *words: object, code: int = 0) -> str:
+    """What a script printed; its errors, where it is to fail with that code."""
+    command = [sys.executable, str(EXAMPLES / name), *map(str, words)]
+    environment = {**os.environ, "MPLBACKEND": "agg"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == code, done.stderr[-2000:]
+    return done.stderr if code else done.stdout
+
+
+def test_every_option_is_typed_in_this_file():
+    typed = Path(__file__).read_text()
+    for script in EXAMPLES.glob("*.py"):
+        source = script.read_text()
+        assert f'"{script.name}"' in typed, f"no test runs {script.name}"
+        main = source[source.index("def main(") :]
+        for name in re.findall(r"^    (\w+): Annotated\[[^=]*?typer\.Option", main, re.M):
+            option = "--" + name.replace("_", "-")
+            assert f'"{option}"' in typed, f"no test types {option} of {script.name}"
+
+
+def test_nano_recipe_and_table(tmp_path):
+    stages, bundle, records = tmp_path / "stages", tmp_path / "bundle", tmp_path / "records"
+    where = ("--output-dir", stages, "--batch-size", 4, "--base-steps", 2, "--steps", 2)
+    run("train_demo.py", *where, "--only", "base")
+    assert not (stages / "sbd").exists()
+    run("train_demo.py", *where, "--bundle-dir", bundle, "--solver", "entropy:0.3")
+    model = load(bundle / "nano")
+    assert model.trained
+    assert model.defaults["solver"] == "entropy:0.3"
+    assert not load(bundle / "nano-twin").trained
+    weights = load_file(bundle / "nano" / "model.safetensors")
+    assert sum(weight.numel() for weight in weights.values()) < 4_000_000
+    assert "must be one of" in run("train_demo.py", *where, "--only", "none", code=2)
+    few = ("--validation-limit", 1, "--limit", 1, "--held-out-limit", 1, "--latency-limit", 1)
+    run("nano_table.py", "--out", records, *few, "--batch-size", 2, "--workers", 2)
+    assert "gamma" in (records / "nano-summary.md").read_text()
+    lines = json.loads((records / "nano-test.json").read_text())["results"]
+    assert {line["n"] for line in lines} == {1}
+
+
+def test_smollm2_base_says_what_it_needs(tmp_path):
+    """Its conversion is `load` of a GGUF file, which tests/test_model.py covers."""
+    where = ("--output-dir", tmp_path / "base", "--gguf", tmp_path / "none.gguf")
+    assert "none.gguf" in run("smollm2_base.py", *where, code=1)
+
+
+def test_plot_log(tmp_path):
+    lines = [{"step": step, "ntp_loss": 2.0, "matp_loss": 3.0 / step} for step in (1, 2, 3)]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run("plot_log.py", log, "--out", tmp_path / "losses.svg")
+    assert "<svg" in (tmp_path / "losses.svg").read_text()
+
+
+@pytest.mark.parametrize("row", ["sbd gated"])
+def test_train_cost(checkpoint, tmp_path, row):
+    where = ("--model", checkpoint("llama", mask_token="<mask>"), "--steps", 1)
+    result = json.loads(run("train_cost.py", *where, "--only", f"{row}:8").split("\n")[-2])
+    assert result.keys() == {"step_s", "peak_bytes"}
+    out = tmp_path / "cost.json"
+    run("train_cost.py", *where, "--lengths", "8", "--repeats", 1, "--out", out)
+    lines = json.loads(out.read_text())["results"]
+    assert [line["row"] for line in lines] == ["ntp full", "sbd full", "sbd lora", "sbd gated"]
+    assert lines[0]["ratio"] == 1
