@@ -82,8 +82,8 @@ def gate(network: Any, layout: Layout) -> dict[str, Any]:
         return {}
     noisy = layout.block != CLEAN
     length = noisy.shape[1]
-    suffix = torch.where(noisy.any(dim=1), length - noisy.long().argmax(dim=1), 0)
-    return {"alora_offsets": suffix.tolist()}
+    before = (noisy.long().cumsum(dim=1) == 0).sum(dim=1)
+    return {"alora_offsets": (length - before).tolist()}
 
 
 def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> Any:

@@ -35,17 +35,22 @@ def regenerate(
     if "prompt" not in rows.column_names:
         raise ValueError("answers 'model' needs rows of prompt and completion")
     prompts = prompts_of(model, rows)
+    how = {"model": model.name, "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
-            if not line.endswith("}"):
+            try:
+                answer = json.loads(line)
+            except ValueError:
                 continue  # cut short by a kill
-            answer = json.loads(line)
             index = answer["index"]
-            if index >= len(rows) or prompts[index] != answer["prompt_ids"]:
-                raise ValueError(
-                    f"{file} holds answers to other prompts (index {index}); remove it"
-                )
+            asked = {**how, "prompt_ids": prompts[index] if index < len(rows) else None}
+            for name, value in asked.items():
+                if answer[name] != value:
+                    raise ValueError(
+                        f"{file} holds answers of another run: {name} of answer {index} differs; "
+                        "move it away"
+                    )
             known[index] = answer
     missing = [index for index in range(len(rows)) if index not in known]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +70,7 @@ def regenerate(
             index = missing[reveal.row]
             known[index] = {
                 "index": index,
+                **how,
                 "prompt_ids": prompts[index],
                 "text": generation.text,
                 "finish_reason": generation.finish_reason,

@@ -370,6 +370,9 @@ def train(
         typer.Option("--chat", help="Put prompt and completion texts into the chat template."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Train on the first rows only.")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="sdpa, or flex_attention on a GPU. Default: sdpa.")
+    ] = None,
     answers: Annotated[
         str | None,
         typer.Option(
@@ -412,6 +415,7 @@ def train(
         **{"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout},
         **{"split": split, "prompt_field": prompt_field, "completion_field": completion_field},
         **{"chat": chat, "limit": limit, "answers": answers, "answer_tokens": answer_tokens},
+        **{"attention": attention},
         **{"answer_batch_size": answer_batch_size, "decode_data": decode_data},
         **{"decode_every": decode_every, "decode_limit": decode_limit},
         **{"decode_solver": decode_solver, "resume": resume, "mask_token_id": mask_token_id},
@@ -472,7 +476,11 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: needs names and values, got {type(content).__name__}")
-    content = {str(name).replace("-", "_"): value for name, value in content.items()}
+    content = {
+        str(name).replace("-", "_"): value
+        for name, value in content.items()
+        if value is not None  # null: the default
+    }
     settings = {name: value for name, value in content.items() if name in own}
     if isinstance(settings.get("data"), str):
         settings["data"] = [settings["data"]]

@@ -5,13 +5,16 @@ messages too. Only completions and assistant turns have a loss.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from trl.chat_template_utils import get_training_chat_template
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMATS = (("prompt", "completion"), ("messages",), ("text",))
 
 
@@ -24,6 +27,7 @@ def load_rows(
 ) -> Dataset:
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
+    A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
     Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
@@ -35,7 +39,14 @@ def load_rows(
         if path.suffix in SUFFIXES and not path.is_file():
             raise ValueError(f"no file {name!r}")
         if path.suffix in (".jsonl", ".json"):
-            rows = [_checked(row, where, renamed) for where, row in _json_rows(path)]
+            rows: list[dict[str, Any]] = []
+            for where, row in _json_rows(path):
+                rows.append(_checked(row, where, renamed))
+                if _kind(rows[-1]) != _kind(rows[0]):
+                    raise ValueError(
+                        f"{where}: a row of {_kind(rows[-1])} in a file that began with "
+                        f"{_kind(rows[0])}"
+                    )
             if not rows:
                 raise ValueError(f"{name} holds no rows")
             parts.append(Dataset.from_list(rows))
@@ -46,7 +57,7 @@ def load_rows(
             elif path.exists():
                 raise ValueError(f"not one of {', '.join(SUFFIXES)}")
             else:
-                dataset = load_dataset(name, split=split)
+                dataset = load_dataset(*name.split(":", 1), split=split)
         except Exception as error:  # every reader and the hub raise classes of their own
             raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
         if not len(dataset):
@@ -100,10 +111,19 @@ def conversation(
 ) -> dict[str, list[int]]:
     """Token ids of a conversation, and a mask that is 1 on what the assistant says.
 
-    A turn is what the template adds to the conversation so far, with the assistant's cue.
-    Raises: ValueError naming the row (`index`) where the template renders an earlier turn otherwise
-    once later ones follow, so that there is no telling turns apart.
+    The template's own marks say what that is, or those of the form of it that trl knows for
+    training. Without any, a turn is what the template adds to the conversation so far, with the
+    assistant's cue.
+    Raises: ValueError naming the row (`index`) where such a template renders an earlier turn
+    otherwise once later ones follow, so that there is no telling turns apart.
     """
+    if (template := _marked_template(tokenizer)) is not None:
+        marked = tokenizer.apply_chat_template(
+            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        )
+        if 1 not in marked["assistant_masks"]:
+            raise ValueError(f"row {index}: no assistant turn to learn from")
+        return {"input_ids": marked["input_ids"], "completion_mask": marked["assistant_masks"]}
 
     def render(turns: list[dict[str, Any]], **more: Any) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **more)
@@ -130,6 +150,16 @@ def conversation(
     return {"input_ids": ids, "completion_mask": mask}
 
 
+def _marked_template(tokenizer: Any) -> str | None:
+    """The chat template with {% generation %} marks: its own, or trl's of the same model."""
+    if GENERATION.search(tokenizer.chat_template):
+        return tokenizer.chat_template
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # a template that trl does not know
+        return None
+
+
 def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": row["prompt"]}],
@@ -149,7 +179,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             return
     except ValueError as error:  # JSON and UTF-8
         raise ValueError(f"{path}: {error}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON texts hold other breaks
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
@@ -168,6 +198,13 @@ def _format(row: Any, where: str, renamed: dict[str, str]) -> tuple[str, ...]:
     raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}")
 
 
+def _kind(row: dict[str, Any]) -> str:
+    return " and ".join(
+        f"{name} ({'messages' if isinstance(value, list) else 'text'})"
+        for name, value in row.items()
+    )
+
+
 def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
     """The row's columns of its format; refuses empty answers and messages without role."""
     columns = _format(row, where, renamed)
@@ -176,8 +213,12 @@ def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, list) and name != "text":
             for message in value:
-                if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
-                    raise ValueError(f"{where}: {name} must be messages with role and content")
+                known = isinstance(message, dict) and {"role", "content"} == message.keys()
+                if not (known and all(isinstance(text, str) for text in message.values())):
+                    raise ValueError(
+                        f"{where}: {name} must be messages of role and content, both text, and "
+                        "nothing else"
+                    )
         elif not isinstance(value, str) or name == "messages":
             raise ValueError(f"{where}: {name} must be text, got {type(value).__name__}")
         if not value and name != "prompt":

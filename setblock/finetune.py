@@ -1,6 +1,7 @@
 """One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from transformers import HfArgumentParser
+from accelerate import PartialState
+from transformers import HfArgumentParser, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from setblock import adapters
@@ -20,6 +22,9 @@ from setblock.train import SBDConfig, SBDTrainer
 from setblock.watch import DecodeProbe, SaveOnSignal
 
 ANSWERS = ("data", "model")
+ATTENTIONS = ("sdpa", "flex_attention")
+# What a finished run leaves: another one must not mix with it.
+LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Run:
     lora_rank: int = 32
     lora_alpha: int = 64
     lora_dropout: float = 0.0
+    attention: str = "sdpa"
     answers: str = "data"
     answer_tokens: int = 256
     answer_batch_size: int = 16
@@ -52,7 +58,8 @@ class Run:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("method", adapters.METHODS), ("answers", ANSWERS)):
+        choices = {"method": adapters.METHODS, "answers": ANSWERS, "attention": ATTENTIONS}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 got = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
@@ -102,19 +109,27 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     model = load(
         run.model,
         dtype="bfloat16" if frozen and config.bf16 else "float32",
+        device=config.device,  # each rank its own
         mask_token_id=run.mask_token_id,
         four_bit=run.method == "qlora",
     )
-    if adapters.is_gated(model.network):
-        raise ValueError(f"{run.model} is a gated adapter already; train one on its base")
+    if model.adapted and (model.gated or frozen):
+        raise ValueError(
+            f"{run.model} is an adapter itself: train on its base, or on what `merge` makes of it"
+        )
     _check_length(config, model, typed="max_length" in " ".join(arguments).replace("-", "_"))
     config.mask_token_id = model.mask_token_id
+    if run.attention == "flex_attention":
+        if model.device.type == "cpu":
+            raise ValueError("attention 'flex_attention' can't train on a CPU; use sdpa")
+        model.network.set_attn_implementation(run.attention)
     if held_out is not None:
         held_out = _as_prompts(held_out, model, run)
     if run.answers == "model":
         rows = _own_answers(run, model, _as_prompts(rows, model, run), say)
     rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
+        set_seed(config.seed)  # of the adapter's first values
         network: Any = adapters.attach(
             model.network,
             _lasting(run.model),
@@ -129,7 +144,13 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     signals = SaveOnSignal()
     probe = None
     if held_out is not None:
-        probe = DecodeProbe(model, held_out, run.decode_every, run.decode_solver, run.answer_tokens)
+        options = {
+            "mode": "sbd",
+            "solver": run.decode_solver,
+            "block_size": config.max_block_size,
+            "max_new_tokens": run.answer_tokens,
+        }
+        probe = DecodeProbe(model, held_out, run.decode_every, options)
     trainer = SBDTrainer(
         model.network,
         config,
@@ -169,8 +190,11 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
     if not torch.cuda.is_available():
         words += ["--use_cpu"]  # else trl refuses its own default, bf16
     typed = " ".join(arguments).replace("-", "_")
-    if "_checkpointing" not in typed and (run.method == "gated" or not torch.cuda.is_available()):
-        # It buys memory, which a CPU run has, and a gated adapter's clean half needs none.
+    # It buys memory, which a CPU run has, and a gated adapter's clean half needs none. FSDP brings
+    # its own, by accelerate's configuration, and refuses two.
+    spare = run.method == "gated" or not torch.cuda.is_available()
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if "_checkpointing" not in typed and (spare or sharded):
         words += ["--gradient_checkpointing", "no"]
     if run.mask_token_id is not None:
         words += ["--mask_token_id", str(run.mask_token_id)]
@@ -183,6 +207,9 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
     if config.resume_from_checkpoint is not None:
         raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
+    for name in ("chat_template_path", "eos_token"):
+        if getattr(config, name, None) is not None:
+            raise ValueError(f"{name}: give the model's tokenizer this setting instead")
     return config
 
 
@@ -250,7 +277,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     steps = args.max_steps
     if steps <= 0 and isinstance(trainer.train_dataset, Sized):
         batches = math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
-        steps = math.ceil(batches / per_step * args.num_train_epochs)
+        steps = math.ceil(math.ceil(batches / per_step) * args.num_train_epochs)
     cost["tokens_per_second"] = tokens / seconds
     if steps > 0:
         cost |= {"steps": steps, "seconds": seconds * per_step * steps}
@@ -276,12 +303,13 @@ def _last_checkpoint(run: Run) -> str | None:
     """The checkpoint to go on from; refuses to mix two runs in one folder."""
     folder = str(run.output_dir)
     found = get_last_checkpoint(folder) if run.output_dir.is_dir() else None
+    left = [name for name in LEFT if (run.output_dir / name).exists()]
     if run.resume and found is None:
         raise ValueError(f"resume: {folder} holds no checkpoint to go on from")
-    if found is not None and not run.resume:
+    if not run.resume and (found is not None or left):
         raise ValueError(
-            f"{folder} holds checkpoints of an earlier run: go on with --resume, or choose another "
-            "output folder"
+            f"{folder} holds an earlier run ({', '.join(left) or found}): go on with --resume, or "
+            "choose another output folder"
         )
     return found
 
@@ -306,6 +334,9 @@ def _as_prompts(rows: Any, model: Model, run: Run) -> Any:
 
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
+    state = PartialState()
+    if not state.is_main_process:
+        say = len  # says nothing
     say(f"answering {len(rows)} prompts with the model itself, into {run.output_dir}/answers.jsonl")
     every = max(len(rows) // 20, 1)
 
@@ -314,7 +345,8 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
             say(f"{count} of {len(rows)} answers")
 
     file = run.output_dir / "answers.jsonl"
-    own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
+    with state.main_process_first():  # the others find all answers in the file
+        own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
     say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
     return own
 

@@ -64,6 +64,17 @@ class View:
         labels[:, : self.num_clean] = IGNORE
         return replace(self, labels=labels)
 
+    def without_next(self, token: int) -> "View":
+        """This view without the next-token labels that ask for `token` after `token`.
+
+        The end tokens that fill up a text's last block teach where blocks end, not what follows.
+        """
+        labels = self.labels.clone()
+        clean = slice(self.num_clean)
+        again = (self.tokens[:, clean] == token) & (labels[:, clean] == token)
+        labels[:, clean] = labels[:, clean].masked_fill(again, IGNORE)
+        return replace(self, labels=labels)
+
     def teachers(self) -> Int[Tensor, "batch length"]:
         """Index of the clean token whose output predicts what a masked token shall predict.
 

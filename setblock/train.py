@@ -23,6 +23,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset, Value
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache, PreTrainedTokenizerBase, TrainerCallback
 
 # trl fills its namespace lazily, which hides these names from type checkers.
@@ -248,6 +249,8 @@ class SBDTrainer(SFTTrainer):
         # compute_loss divides by the label counts of the whole step, so nobody else shall.
         self.loss_is_scaled_for_ga = True
         self.mask_token_id = self._adopt_mask_token() if args.objective == "sbd" else None
+        if self.mask_token_id is not None:
+            _refuse_mask_token(self.train_dataset, self.mask_token_id)
         self._last_means: dict[str, float] = {}
         self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
         self._totals = {
@@ -304,9 +307,9 @@ class SBDTrainer(SFTTrainer):
             nats = nats + self.args.matp_weight * change.sum()
         if not torch.isfinite(nats):
             raise ValueError(
-                f"the loss of step {self.state.global_step} is not finite: next-token "
+                f"the loss of step {self.state.global_step + 1} is not finite: next-token "
                 f"{losses.ntp_sum.item()}, masked-token {losses.matp_sum.item()} nats, "
-                f"sample ids {inputs['sample_id'].flatten().tolist()}"
+                f"sample ids {inputs['sample_id'][inputs['lengths'] > 0].tolist()}"
             )
         if num_items_in_batch is None:
             return nats / max(1, noisy.numel())
@@ -331,7 +334,7 @@ class SBDTrainer(SFTTrainer):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        if mode == "train":
+        if mode == "train" and means:
             self._last_means = means
         self._totals[mode] = _Totals(self.accelerator.device, self.args.max_block_size)
         super().log(logs, start_time)
@@ -358,10 +361,16 @@ class SBDTrainer(SFTTrainer):
             "use_cache": False,
             **gate(self.model, view.layout),
         }
+        if self.gated and any(isinstance(module, CheckpointWrapper) for module in model.modules()):
+            raise ValueError(
+                "a gated adapter does not know its tokens again when FSDP recomputes a layer: set "
+                "fsdp_activation_checkpointing to false"
+            )
+        # A layer that runs again in the backward pass would write to the cache again.
         recomputing = any(
-            getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
+            getattr(module, "gradient_checkpointing", False) for module in model.modules()
         )
-        if self.gated and not distill and not recomputing:  # else the cache could not be used
+        if self.gated and not distill and not recomputing and view.matp_labels.shape[1]:
             columns = columns - view.num_clean  # a gated view has labels in its noisy half alone
             inputs = self._noisy_half_only(model, view)
         with scoring(self.model, targets, self.args.logits_chunk_size):
@@ -411,7 +420,7 @@ class SBDTrainer(SFTTrainer):
         super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():
             return
-        means = self._totals["train"].means() or self._last_means
+        means = self._last_means | self._totals["train"].means()
         last = {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))}
         own = {f.name: getattr(self.args, f.name) for f in fields(SBDConfig) if f.name in OPTIONS}
         text = CARD.format(
@@ -465,7 +474,10 @@ class SBDTrainer(SFTTrainer):
             self.args.drop_ragged_block,
         )
         view = objective.drop_idle_blocks(view)
-        return view.masked_only() if self.gated else view
+        if self.gated:
+            return view.masked_only()
+        end = self._tokenizer.eos_token_id
+        return view if end is None else view.without_next(end)
 
     def _adopt_mask_token(self) -> int:
         """The mask token, found as everywhere else and written into the checkpoints to come.
@@ -504,17 +516,15 @@ class SBDTrainer(SFTTrainer):
         prepared: Any = super()._prepare_dataset(
             dataset, processing_class, whole, False, formatting_func, name
         )
-        if args.max_length is not None and "labels" in (prepared.column_names or ()):
-            prepared = _cut(prepared, args, name)
-        if args.objective == "sbd" and "labels" in (prepared.column_names or ()):
-            fill = args.end_fill
-            prepared = prepared.map(
-                _fill_behind_end,
-                fn_kwargs={
-                    "end": self._tokenizer.eos_token_id,
-                    "count": args.max_block_size - 1 if fill is None else fill,
-                },
-            )
+        tokenised = "labels" in (prepared.column_names or ())
+        if tokenised and args.max_length is not None:
+            prepared = _cut(prepared, args.max_length, name)
+        if tokenised and args.objective == "sbd":
+            fill = args.max_block_size - 1 if args.end_fill is None else args.end_fill
+            fn_kwargs = {"end": self._tokenizer.eos_token_id, "count": fill}
+            prepared = prepared.map(_fill_behind_end, fn_kwargs=fn_kwargs)
+            if args.max_length is not None:  # of the fill alone, by now
+                prepared = prepared.map(_sliced, fn_kwargs={"length": args.max_length})
         if packing:
             if args.max_length is None:
                 raise ValueError("max_length must be a number of tokens when packing, got None")
@@ -679,12 +689,11 @@ def _repeat_sample_id(row: Mapping[str, Any]) -> dict[str, list[int]]:
     return {"sample_id": [row["sample_id"]] * len(row["input_ids"])}
 
 
-def _cut(dataset: Any, args: SBDConfig, name: str) -> Any:
-    """Rows of at most max_length tokens, those with a label left; says how many it changed.
+def _cut(dataset: Any, length: int, name: str) -> Any:
+    """Rows of at most `length` tokens, those with a label left; says how many it changed.
 
     Raises: ValueError if none is left.
     """
-    length = args.max_length or 0
     cut = dataset.map(_sliced, fn_kwargs={"length": length})
     left = cut.filter(_has_label)
     if not isinstance(dataset, Dataset):
@@ -702,6 +711,18 @@ def _cut(dataset: Any, args: SBDConfig, name: str) -> Any:
             "were left out"
         )
     return left
+
+
+def _refuse_mask_token(dataset: Any, mask_token_id: int) -> None:
+    """Raises: ValueError for a text that holds the mask token; a stream is checked as it comes."""
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return
+    for index, ids in enumerate(dataset["input_ids"]):
+        if mask_token_id in ids:
+            raise ValueError(
+                f"row {index} of the train dataset holds the mask token {mask_token_id} in its "
+                "text: take it out, or choose another mask_token_id"
+            )
 
 
 def _sliced(row: Mapping[str, Any], length: int) -> dict[str, list[int]]:

@@ -33,6 +33,11 @@ class SaveOnSignal(TrainerCallback):
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def on_step_end(self, args, state, control, **kwargs):
+        if args.world_size > 1:  # all ranks stop after the same step
+            noted = torch.tensor(int(self.stopped is not None), device=args.device)
+            torch.distributed.all_reduce(noted, torch.distributed.ReduceOp.MAX)
+            if noted and self.stopped is None:
+                self.stopped = "a signal to another rank"
         if self.stopped:
             control.should_save = control.should_training_stop = True
 
@@ -59,14 +64,12 @@ class DecodeProbe(TrainerCallback):
     Each time one more entry of `results`, also written to log.jsonl: step, tokens_per_forward, and
     score, the share of answers that end in the same final answer as the row's completion (its last
     number; the whole text where it holds none).
-    Effects: only on the first rank.
+    options: of `generate`.
+    Effects: every rank decodes, since its weights may be in parts on all of them; the first writes.
     """
 
-    def __init__(
-        self, model: Model, rows: Dataset, every: int, solver: str, max_new_tokens: int
-    ) -> None:
-        self.model, self.rows, self.every = model, rows, every
-        self.options: dict[str, Any] = {"solver": solver, "max_new_tokens": max_new_tokens}
+    def __init__(self, model: Model, rows: Dataset, every: int, options: dict[str, Any]) -> None:
+        self.model, self.rows, self.every, self.options = model, rows, every, options
         self.results: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -80,8 +83,6 @@ class DecodeProbe(TrainerCallback):
         self._decode(args, state)
 
     def _decode(self, args: Any, state: Any) -> None:
-        if not state.is_world_process_zero:
-            return
         network = self.model.network
         training = network.training
         network.eval()
@@ -102,6 +103,8 @@ class DecodeProbe(TrainerCallback):
             "decode_solver": self.options["solver"],
         }
         self.results.append(result)
+        if not state.is_world_process_zero:
+            return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.jsonl").open("a", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ import torch
 from test_train import MASK, config, network, samples, tokenizer
 from test_train import trainer as plain_trainer
 
-from setblock import adapters
+from setblock import adapters, objective
 from setblock.masks import causal_layout, decoding_layout
 from setblock.train import SBDTrainer
 
@@ -117,6 +117,33 @@ def test_gate_is_each_rows_noisy_suffix():
     assert adapters.gate(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
     assert adapters.gate(adapted("lora"), layout) == {}
     assert adapters.gate(network(), layout) == {}
+
+
+def test_micro_batches_without_a_mask_cost_nothing(tmp_path):
+    """One in n + 1 rows of n labels has nothing masked."""
+    run = gated_trainer(tmp_path, adapted(), per_device_train_batch_size=1)
+    [batch] = batches(run)[:1]
+    view = batch["view"]
+    nothing = torch.zeros_like(view.tokens[:, : view.num_clean], dtype=torch.bool)
+    places = (batch["input_ids"], batch["labels"], batch["position_ids"], batch["document"])
+    empty = objective.noisy_view(*places, nothing, 4, MASK)
+    batch["view"] = objective.drop_idle_blocks(empty).masked_only()
+    loss = run.compute_loss(run.model, batch, num_items_in_batch=torch.tensor(7))
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_layers_that_fsdp_would_run_again_are_refused(tmp_path):
+    """peft tells its layers where a row's noisy tokens begin during the forward pass alone."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net = adapted()
+    run = gated_trainer(tmp_path, net)
+    layers = net.base_model.model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer)
+    with pytest.raises(ValueError, match="set fsdp_activation_checkpointing to false"):
+        gradients(run, batches(run))
 
 
 def test_lora_learns_as_eq_14_says(tmp_path):

@@ -56,6 +56,28 @@ def test_formats_and_files(tmp_path, suffix, rows):
     assert load_rows([str(file), str(file)], limit=1).to_list() == rows[:1]
 
 
+def test_line_breaks_inside_of_texts(tmp_path):
+    rows = [{"text": "a\u2028b"}, {"text": "c\u0085d\x0ce"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    assert load_rows([str(file)]).to_list() == rows
+
+
+def test_configuration_of_a_hub_dataset(monkeypatch):
+    from datasets import Dataset
+
+    asked = []
+
+    def load_dataset(*words, split):
+        asked.append((*words, split))
+        return Dataset.from_list([{"question": "a", "answer": "b"}])
+
+    monkeypatch.setattr("setblock.data.load_dataset", load_dataset)
+    rows = load_rows(["openai/gsm8k:main"], "test", "question", "answer")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert rows.to_list() == [{"prompt": "a", "completion": "b"}]
+
+
 def test_columns_of_other_names(tmp_path):
     file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b", "text": "c"}])
     rows = load_rows([file], prompt_field="question", completion_field="answer")
@@ -73,8 +95,25 @@ def test_columns_of_other_names(tmp_path):
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
         ('{"text": 3}\n', r":1: text must be text, got int"),
         ('{"messages": "hi"}\n', r":1: messages must be text|:1: messages must be"),
-        ('{"messages": [{"content": "a"}]}\n', r":1: messages must be messages with role"),
+        (
+            '{"messages": [{"content": "a"}]}\n',
+            r":1: messages must be messages of role and content",
+        ),
         ('{"messages": []}\n', r":1: messages is empty"),
+        ('{"messages": [{"role": "user", "content": null}]}\n', r":1: .* both text, and nothing"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}\n',
+            r":1: .* both text, and nothing else",
+        ),
+        (
+            '{"text": "a"}\n{"prompt": "p", "completion": "c"}\n',
+            r":2: a row of prompt \(text\) and completion \(text\) in a file that began with text",
+        ),
+        (
+            '{"prompt": "p", "completion": "c"}\n{"prompt": [{"role": "user", "content": "a"}], '
+            '"completion": [{"role": "assistant", "content": "b"}]}\n',
+            r":2: a row of prompt \(messages\)",
+        ),
     ],
 )
 def test_bad_rows_are_named_by_line(tmp_path, content, message):
@@ -108,6 +147,31 @@ def test_only_the_assistant_is_learned_from():
     assert row["input_ids"] == made.encode(whole, add_special_tokens=False)
     pairs = zip(row["input_ids"], row["completion_mask"], strict=True)
     assert made.decode([token for token, learned in pairs if learned]) == "yes?</s>4</s>"
+
+
+def test_marked_templates_say_what_is_learned():
+    marked = TEMPLATE.replace(
+        "{{ m['content'] }}</s>",
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>"
+        "{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}",
+    )
+    # not to be told from the turns alone, but from the marks
+    row = conversation(tokenizer("{{ messages | length }}" + marked), TALK)
+    pairs = list(zip(row["input_ids"], row["completion_mask"], strict=True))
+    assert tokenizer().decode([token for token, on in pairs if on]) == "yes?</s>4</s>"
+    with pytest.raises(ValueError, match="row 3: no assistant turn"):
+        conversation(tokenizer(marked), TALK[:1], 3)
+
+
+def test_templates_that_trl_knows_are_marked_by_it():
+    from trl.chat_template_utils import qwen3_chat_template
+
+    row = conversation(tokenizer(qwen3_chat_template), TALK)
+    pairs = list(zip(row["input_ids"], row["completion_mask"], strict=True))
+    learned = tokenizer().decode([token for token, on in pairs if on])
+    assert "yes?" in learned
+    assert "4" in learned
+    assert "2+2" not in learned
 
 
 def test_templates_that_rewrite_the_past_are_refused():

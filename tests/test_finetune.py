@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,8 @@ from setblock import adapters, cli
 from setblock.finetune import Run, finetune, parse_config
 from setblock.generation import generate
 from setblock.masks import causal_layout
-from setblock.model import load
+from setblock.model import Model, load
+from setblock.train import SBDTrainer
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -68,6 +71,11 @@ def test_every_method_gives_a_model(
     checkpoint, rows, tmp_path, monkeypatch, capsys, method, kind
 ) -> None:
     base, folder = checkpoint(kind), tmp_path / "out"  # no mask token: one is added
+    trained = []
+    save = SBDTrainer.save_model
+    monkeypatch.setattr(
+        SBDTrainer, "save_model", lambda self, *a: trained.append(self.model) or save(self, *a)
+    )
     options = ["--lora-rank", "4", "--lora-alpha", "64", "--lora-dropout", "0.0"]
     summary = train(
         monkeypatch,
@@ -85,9 +93,13 @@ def test_every_method_gives_a_model(
     assert (change == 0) if method == "gated" else (change > 1e-3)
     block = [generate(model, [[5, 6, 7]], max_new_tokens=24)[0] for model in (before, after)]
     assert block[0].token_ids != block[1].token_ids, "nothing was learned"
-    # what the trainer held is what was saved: the same weights, loaded once more
-    again = load(folder)
-    assert generate(again, [[5, 6, 7]], max_new_tokens=24)[0].token_ids == block[1].token_ids
+    # what the trainer held is what was saved
+    [held] = trained
+    held.eval()
+    wrapped = Model(held, after.tokenizer, settings={"mask_token_id": after.mask_token_id})
+    [answer] = generate(wrapped, [[5, 6, 7]], max_new_tokens=24, solver="fixed:3")
+    [again] = generate(after, [[5, 6, 7]], max_new_tokens=24, solver="fixed:3")
+    assert answer.token_ids == again.token_ids
     card = (folder / "README.md").read_text()
     assert str(rows) in card
     assert "matp_loss" in card
@@ -177,7 +189,7 @@ def test_merge_refuses_gated(checkpoint, rows, tmp_path, monkeypatch, capsys) ->
     assert not (tmp_path / "whole").exists()
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", "--model", tmp_path / "out", *where[2:4], "--output-dir", "x")
-    assert "train one on its base" in capsys.readouterr().err
+    assert "train on its base" in capsys.readouterr().err
 
 
 def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
@@ -235,7 +247,7 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
     where = ("--model", base, "--data", rows, "--output-dir", tmp_path / "out")
     names = ("--prompt-field", "q", "--completion-field", "a")
     own = ("--answers", "model", "--answer-tokens", "40", "--answer-batch-size", "2")
-    summary = train(monkeypatch, capsys, *where, *names, *own)
+    summary = train(monkeypatch, capsys, *where, *names, *own, "--save-strategy", "no")
     lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     ended = [a for a in answers if a["finish_reason"] == "eos" and a["text"]]
@@ -245,6 +257,33 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
     for answer in answers:
         [again] = generate(model, [answer["prompt_ids"]], mode="ntp", max_new_tokens=40)
         assert again.text == answer["text"]
+
+
+def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> None:
+    from datasets import Dataset
+
+    from setblock import answers
+
+    model = load(ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base"))
+    rows, file = Dataset.from_list(ROWS), tmp_path / "answers.jsonl"
+    whole = answers.regenerate(model, rows, file, 40, 2).to_list()
+    lines = file.read_text().splitlines(keepends=True)
+    asked = []
+    stream = answers.stream
+
+    def counting(model, prompts, **options):
+        asked.append(len(prompts))
+        return stream(model, prompts, **options)
+
+    monkeypatch.setattr(answers, "stream", counting)
+    file.write_text(lines[0] + lines[1] + lines[2][:20])  # killed while it wrote the third
+    assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
+    assert asked == [2]
+    assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
+    with pytest.raises(ValueError, match="max_new_tokens of answer 0 differs"):
+        answers.regenerate(model, rows, file, 41, 2)
+    with pytest.raises(ValueError, match="prompt_ids of answer 0 differs"):
+        answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
 
 
 def ending(source: Path, folder: Path) -> Path:
@@ -278,6 +317,12 @@ def test_resume_is_as_if_nothing_had_happened(
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", *base, "--output-dir", tmp_path / "straight")
     assert "go on with --resume" in capsys.readouterr().err
+    # a finished run without checkpoints is not written over either
+    for file in (tmp_path / "straight").glob("checkpoint-*"):
+        shutil.rmtree(file)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *base, "--output-dir", tmp_path / "straight")
+    assert "holds an earlier run (adapter_config.json, log.jsonl)" in one_line(capsys)
     # stopped by a signal after its first step
     stop = threading.Event()
     monkeypatch.setattr("setblock.watch.SaveOnSignal.on_step_begin", lambda *a, **k: kill(stop))
@@ -300,6 +345,10 @@ def test_resume_is_as_if_nothing_had_happened(
         for one in (straight, resumed)
     ]
     assert losses[0] == losses[1]
+
+
+def one_line(capsys) -> str:
+    return " ".join(capsys.readouterr().err.split())
 
 
 def kill(once: threading.Event) -> None:
@@ -346,6 +395,9 @@ def test_estimate_is_printed_and_leaves_no_trace(
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--answers", "mine"], "answers must be one of data, model, got 'mine'"),
         (["--lora-dropout", "1"], "lora_dropout must lie in 0..1"),
+        (["--attention", "eager"], "attention must be one of sdpa, flex_attention, got 'eager'"),
+        (["--attention", "flex_attention"], "can't train on a CPU"),
+        (["--eos-token", "x"], "eos_token: give the model's tokenizer this setting"),
     ],
 )
 def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, words, message):
@@ -359,9 +411,7 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         del start[1:3]
     with pytest.raises(SystemExit):
         run(monkeypatch, *start, *(places.get(word, word) for word in words))
-    import re
-
-    err = " ".join(capsys.readouterr().err.split())
+    err = one_line(capsys)
     assert re.search(message, err), err
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -354,6 +354,15 @@ def test_masked_only_leaves_the_masked_labels():
     assert view.ntp_labels.tolist() == [[11, 12, 13, IGNORE]]
 
 
+def test_fill_is_not_asked_for_of_the_next_token_half():
+    # 9 ends the text, two more fill its block up: the first end is learned, the fill is not
+    parts = rows([([10, 11, 9, 9, 9], 1)])
+    view = objective.noisy_view(*parts, torch.ones(1, 5, dtype=torch.bool), 2, MASK)
+    without = view.without_next(9)
+    assert without.ntp_labels.tolist() == [[11, 9, IGNORE, IGNORE, IGNORE]]
+    assert torch.equal(without.matp_labels, view.matp_labels)
+
+
 def test_teachers_are_the_clean_tokens_before():
     # Two packed documents of 4 and 3 tokens, all masked; no teacher for a document's first token.
     parts = rows([([10, 11, 12, 13], 0), ([20, 21, 22], 0)])

@@ -22,6 +22,7 @@ LEVELS = (
     ("answers",),
     ("finetune",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")

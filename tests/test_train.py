@@ -480,6 +480,23 @@ def test_cut_rows_are_counted(tmp_path, caplog):
         trainer(tmp_path, max_length=3)
 
 
+def test_mask_token_in_the_text_is_found_before_the_first_step(tmp_path):
+    rows = samples()
+    rows[5]["input_ids"][1] = MASK
+    with pytest.raises(ValueError, match="row 5 of the train dataset holds the mask token 3"):
+        trainer(tmp_path, rows)
+
+
+def test_fill_stays_within_max_length_and_packs(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 2], "labels": [-100, 6, 7, 2]}] * 8
+    apart = trainer(tmp_path, rows, max_length=12)
+    assert set(map(len, apart.train_dataset["input_ids"])) == {12}
+    packed = trainer(tmp_path, rows, max_length=40, packing=True, max_block_size=8)
+    alone = trainer(tmp_path, rows, max_length=40, max_block_size=8)
+    assert set(map(len, alone.train_dataset["input_ids"])) == {11}
+    assert {n for row in packed.train_dataset["seq_lengths"] for n in row} == {11}
+
+
 def test_log_file_holds_what_was_logged_and_more(tmp_path):
     run = trainer(tmp_path, max_block_size=6, min_block_size=6)
     run.train()
