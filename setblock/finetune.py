@@ -1,5 +1,6 @@
 """One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
+import json
 import math
 import os
 import time
@@ -16,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from setblock import adapters
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
+from setblock.evaluate import new_record
 from setblock.model import DTYPES, Model, load, write_settings
 from setblock.solvers import parse
 from setblock.train import SBDConfig, SBDTrainer
@@ -168,7 +170,10 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         trainer.create_model_card()
     if config.push_to_hub and not signals.stopped:
         trainer.push_to_hub()
+    facts = new_record()
+    del facts["results"]
     summary = {
+        **facts,
         "output_dir": str(run.output_dir),
         "method": run.method,
         "rows": len(rows),
@@ -180,6 +185,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         "decode": probe.results if probe else [],
         "log": trainer.state.log_history,
     }
+    if trainer.is_world_process_zero():
+        (run.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     trainer.accelerator.end_training()  # leaves the process group, which some ranks die of at exit
     return summary
 

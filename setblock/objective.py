@@ -113,19 +113,43 @@ def draw_block_size(seed: int, step: int, low: int = 2, high: int = 16) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
+@dataclass(frozen=True)
+class Noise:
+    """How documents are masked; the defaults are the paper's.
+
+    full_mask_share: share of the documents that are masked throughout instead (eta = 1).
+    suffix_mask_share: share of the documents each of whose blocks is masked from a random position
+    to its end instead, the state that decoding from left to right leaves a block in.
+    """
+
+    full_mask_share: float = 0.0
+    suffix_mask_share: float = 0.0
+
+
 def draw_noise(
-    seed: int, epoch: int, sample_id: int, length: int, full_mask_share: float = 0.0
+    seed: int,
+    epoch: int,
+    sample_id: int,
+    length: int,
+    noise: Noise = Noise(),
+    block_size: int = 16,
 ) -> tuple[float, Bool[Tensor, " length"]]:
     """(eta, masked): a document's mask rate ~ U(0, 1), each position masked with that probability.
 
-    full_mask_share: probability that the document is masked throughout instead (eta = 1).
+    eta is the masked share itself where `noise` has the document masked otherwise.
     Drawn on the CPU, from a generator keyed by (seed, epoch, sample_id) alone.
-    Source: arXiv:2509.04185 algorithm 1, where full_mask_share is 0.
+    Source: arXiv:2509.04185 algorithm 1.
     """
     generator = torch.Generator().manual_seed(_key("noise", seed, epoch, sample_id))
     uniform = torch.rand(1 + length, generator=generator)
-    if float(torch.rand((), generator=generator)) < full_mask_share:
+    kind = float(torch.rand((), generator=generator))
+    if kind < noise.full_mask_share:
         return 1.0, torch.ones(length, dtype=torch.bool)
+    if kind < noise.full_mask_share + noise.suffix_mask_share:
+        position = torch.arange(length)
+        first = torch.randint(block_size, (1 + length // block_size,), generator=generator)
+        masked = position % block_size >= first[position // block_size]
+        return float(masked.float().mean()), masked
     return float(uniform[0]), uniform[1:] < uniform[0]
 
 
@@ -135,7 +159,8 @@ def draw_batch_noise(
     sample_ids: Sequence[Sequence[int]],
     lengths: Sequence[Sequence[int]],
     length: int,
-    full_mask_share: float = 0.0,
+    noise: Noise = Noise(),
+    block_size: int = 16,
 ) -> Bool[Tensor, "batch length"]:
     """Masked positions of a batch; row b holds documents sample_ids[b] of lengths[b] tokens.
 
@@ -146,8 +171,8 @@ def draw_batch_noise(
     for row, row_ids, row_lengths in zip(masked, sample_ids, lengths, strict=True):
         start = 0
         for sample_id, num_tokens in zip(row_ids, row_lengths, strict=True):
-            noise = draw_noise(seed, epoch, sample_id, num_tokens, full_mask_share)
-            row[start : start + num_tokens] = noise[1]
+            drawn = draw_noise(seed, epoch, sample_id, num_tokens, noise, block_size)
+            row[start : start + num_tokens] = drawn[1]
             start += num_tokens
     return masked
 

@@ -39,7 +39,15 @@ OBJECTIVES = ("sbd", "ntp")
 # Fields for the model card: ours, and those of the optimizer and the data.
 OPTIONS = (
     *("objective", "min_block_size", "max_block_size", "drop_ragged_block", "end_fill"),
-    *("full_mask_share", "matp_weight", "self_distill", "mask_token_id", "seed", "max_length"),
+    *(
+        "full_mask_share",
+        "suffix_mask_share",
+        "matp_weight",
+        "self_distill",
+        "mask_token_id",
+        "seed",
+        "max_length",
+    ),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "packing", "bf16"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
@@ -113,6 +121,13 @@ class SBDConfig(SFTConfig):
         default=0.0,
         metadata={"help": "Share of the documents that are masked throughout. The paper's is 0."},
     )
+    suffix_mask_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the documents each of whose blocks is masked from a random position "
+            "to its end, as decoding from left to right meets it. The paper's is 0."
+        },
+    )
     matp_weight: float = field(
         default=1.0,
         metadata={"help": "Weight of the masked-token loss beside the next-token loss."},
@@ -148,9 +163,14 @@ class SBDConfig(SFTConfig):
                 "block sizes need 1 <= min_block_size <= max_block_size, got "
                 f"min_block_size={self.min_block_size}, max_block_size={self.max_block_size}"
             )
-        for name in ("full_mask_share", "self_distill"):
+        for name in ("full_mask_share", "suffix_mask_share", "self_distill"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        if self.full_mask_share + self.suffix_mask_share > 1:
+            raise ValueError(
+                "full_mask_share and suffix_mask_share must sum to at most 1, got "
+                f"{self.full_mask_share} and {self.suffix_mask_share}"
+            )
         if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
             raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
         if self.end_fill is not None and self.end_fill < 0:
@@ -462,7 +482,8 @@ class SBDTrainer(SFTTrainer):
             batch["sample_id"].tolist(),
             batch["lengths"].tolist(),
             tokens.shape[1],
-            self.args.full_mask_share,
+            objective.Noise(self.args.full_mask_share, self.args.suffix_mask_share),
+            block_size,
         )
         view = objective.noisy_view(
             tokens,

@@ -425,6 +425,8 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--objective", "diffusion"], "objective"),
         (["--max-block-size", "1"], "max_block_size=1"),
         (["--full-mask-share", "2"], "full_mask_share must lie in 0..1, got 2.0"),
+        (["--suffix-mask-share", "1.5"], "suffix_mask_share must lie in 0..1"),
+        (["--suffix-mask-share", "0.6", "--full-mask-share", "0.5"], "sum to at most 1"),
         (["--self-distill", "-1"], "self_distill must lie in 0..1"),
         (["--matp-weight", "0"], "matp_weight must be a number above 0, got 0.0"),
         (["--matp-weight", "nan"], "matp_weight"),

@@ -331,7 +331,9 @@ def test_impossible_block_sizes_are_refused():
 
 
 def test_full_mask_share_masks_whole_documents():
-    drawn = [objective.draw_noise(0, 0, sample, 30, 0.25) for sample in range(2000)]
+    drawn = [
+        objective.draw_noise(0, 0, sample, 30, objective.Noise(0.25)) for sample in range(2000)
+    ]
     full = [masked.all().item() and eta == 1 for eta, masked in drawn]
     assert sum(full) / 2000 == pytest.approx(0.25, abs=0.03)
     for sample, (eta, masked) in enumerate(drawn):  # the others are what they were
@@ -339,9 +341,34 @@ def test_full_mask_share_masks_whole_documents():
             before = objective.draw_noise(0, 0, sample, 30)
             assert before[0] == eta
             assert torch.equal(before[1], masked)
-    assert all(objective.draw_noise(0, 0, sample, 5, 1.0)[1].all() for sample in range(50))
-    batch = objective.draw_batch_noise(0, 0, [[3]], [[8]], 10, 1.0)
+    assert all(
+        objective.draw_noise(0, 0, sample, 5, objective.Noise(1.0))[1].all() for sample in range(50)
+    )
+    batch = objective.draw_batch_noise(0, 0, [[3]], [[8]], 10, objective.Noise(1.0))
     assert batch.tolist() == [[True] * 8 + [False] * 2]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_suffix_masks_are_what_decoding_from_the_left_leaves(block_size):
+    noise = objective.Noise(full_mask_share=0.2, suffix_mask_share=0.5)
+    firsts, kinds = [], []
+    eta, masked = objective.draw_noise(0, 0, 7, 18, objective.Noise(0.0, 1.0), block_size)
+    assert eta == pytest.approx(masked.float().mean())
+    for sample in range(1000):
+        masked = objective.draw_noise(0, 0, sample, 18, noise, block_size)[1]
+        blocks = [masked[start : start + block_size] for start in range(0, 18, block_size)]
+        # once a block's first mask has come, all that follows is masked
+        suffixes = all((block.long().diff() >= 0).all() for block in blocks)
+        kinds.append((masked.all().item(), suffixes))
+        if suffixes and not masked.all() and block_size > 1:
+            firsts.append(int((~blocks[0]).sum()))
+    assert sum(full for full, _ in kinds) >= 150
+    if block_size > 1:
+        assert sum(suffix for _, suffix in kinds) / 1000 == pytest.approx(0.7, abs=0.1)
+        assert set(firsts) >= set(range(block_size))
+    again = objective.draw_batch_noise(0, 0, [[4, 5]], [[7, 9]], 20, noise, block_size)
+    alone = [objective.draw_noise(0, 0, i, n, noise, block_size)[1] for i, n in ((4, 7), (5, 9))]
+    assert torch.equal(again[0, :16], torch.cat(alone))
 
 
 def test_masked_only_leaves_the_masked_labels():
