@@ -2,8 +2,8 @@
 
     python examples/nano_table.py --out benchmarks/records
 
-The gamma is picked on the validation split: of those whose mean accuracy is within one point of the
-twin's, the one with the most tokens per forward. Accuracy is then reported on the test split, on
+The solver is picked on the validation split: of those whose mean accuracy is within one point of
+the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split, on
 held-out wordings, and seconds at batch size 1. A stopped run goes on where it was.
 """
 
@@ -25,21 +25,23 @@ from setblock.solvers import EntropyBound
 
 GAMMAS = (0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 MARGIN = 0.01
-DEFAULT_GAMMA = 0.05  # the shipped model's, reported where no gamma keeps within the margin
+SOLVERS = (
+    *(str(EntropyBound(gamma)) for gamma in GAMMAS),
+    "entropy-threshold:0.05",
+    "entropy-threshold:0.2",
+    "confidence:0.99",
+    "prefix:0.9",
+)
+DEFAULT = "prefix:0.9"  # the shipped model's, reported where no solver keeps within the margin
 console = Console(stderr=True)
 
 
-def runs(gammas: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, decoding options): the twin and the SBD model token by token, then each gamma."""
+def runs(solvers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(model, decoding options): the twin and the SBD model token by token, then each solver."""
     yield "nano-twin", {"mode": "ntp"}
     yield "nano", {"mode": "ntp"}
-    for gamma in gammas:
-        yield "nano", {"mode": "sbd", "solver": bound(gamma)}
-
-
-def bound(gamma: float) -> str:
-    """The solver's text as records hold it."""
-    return str(EntropyBound(gamma))
+    for solver in solvers:
+        yield "nano", {"mode": "sbd", "solver": solver}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def score(job: Job) -> dict[str, Any]:
 
 def measure(
     path: Path,
-    gammas: Sequence[float],
+    solvers: Sequence[str],
     split: str,
     limit: int,
     batch_size: int,
@@ -82,7 +84,7 @@ def measure(
     done = {(one["task"], one["model"], one["mode"], one["solver"]) for one in record["results"]}
     jobs = [
         Job(name, family, options, split, held_out, limit, batch_size)
-        for name, options in runs(gammas)
+        for name, options in runs(solvers)
         for family in nano.FAMILIES
         if (family, name, options["mode"], options.get("solver")) not in done
     ]
@@ -109,17 +111,17 @@ def mean(
     return sum(values) / len(values)
 
 
-def pick_gamma(results: list[dict[str, Any]]) -> float | None:
-    """The fastest gamma within the margin of the twin, None if there is none."""
+def pick_solver(results: list[dict[str, Any]]) -> str | None:
+    """The fastest solver within the margin of the twin, None if there is none."""
     twin = mean(results, "nano-twin", "ntp", None, "score")
     good = [
-        gamma
-        for gamma in GAMMAS
-        if mean(results, "nano", "sbd", bound(gamma), "score") >= twin - MARGIN
+        solver
+        for solver in SOLVERS
+        if mean(results, "nano", "sbd", solver, "score") >= twin - MARGIN
     ]
 
-    def speed(gamma: float) -> float:
-        return mean(results, "nano", "sbd", bound(gamma), "tokens_per_forward")
+    def speed(solver: str) -> float:
+        return mean(results, "nano", "sbd", solver, "tokens_per_forward")
 
     return max(good, key=speed, default=None)
 
@@ -146,10 +148,9 @@ def summary(
     test: list[dict[str, Any]],
     held_out: list[dict[str, Any]],
     latency: list[dict[str, Any]],
-    gamma: float,
+    solver: str,
 ) -> str:
-    """Markdown: each family at the chosen gamma, then the sweep over gamma."""
-    solver = bound(gamma)
+    """Markdown: each family with the chosen solver, then all solvers."""
     lines = [
         f"| family | twin, token by token | SBD model, token by token | SBD model, `{solver}` | "
         "tokens per forward | held-out wordings (twin / SBD) | entropy of answers | "
@@ -169,14 +170,14 @@ def summary(
         )
     lines += [
         "",
-        "| gamma | mean accuracy | mean tokens per forward | wall clock, batch 1 |",
+        "| solver | mean accuracy | mean tokens per forward | wall clock, batch 1 |",
         "|---|---|---|---|",
     ]
     slow_s = mean(latency, "nano", "ntp", None, "wall_s")
-    for one in GAMMAS:
-        setting = ("nano", "sbd", bound(one))
+    for one in SOLVERS:
+        setting = ("nano", "sbd", one)
         lines.append(
-            f"| {one:g} | {mean(test, *setting, 'score'):.1%} "
+            f"| `{one}` | {mean(test, *setting, 'score'):.1%} "
             f"| {mean(test, *setting, 'tokens_per_forward'):.2f} "
             f"| {slow_s / mean(latency, *setting, 'wall_s'):.2f}x |"
         )
@@ -195,15 +196,15 @@ def main(
 ) -> None:
     """Measure the bundled models; about an hour on two CPU cores at the default limits."""
     validation = measure(
-        out / "nano-validation.json", GAMMAS, "validation", validation_limit, batch_size, workers
+        out / "nano-validation.json", SOLVERS, "validation", validation_limit, batch_size, workers
     )
-    gamma = pick_gamma(validation)
-    console.print(f"gamma picked on validation: {gamma}")
-    if gamma is None:
-        gamma = DEFAULT_GAMMA
-        console.print(f"no gamma keeps within one point of the twin: reporting {gamma}")
-    picked = [gamma]
-    latency = measure(out / "nano-latency.json", GAMMAS, "test", latency_limit, 1, 1)
+    solver = pick_solver(validation)
+    console.print(f"solver picked on validation: {solver}")
+    if solver is None:
+        solver = DEFAULT
+        console.print(f"no solver keeps within one point of the twin: reporting {solver}")
+    picked = [solver]
+    latency = measure(out / "nano-latency.json", SOLVERS, "test", latency_limit, 1, 1)
     held_out = measure(
         out / "nano-held-out.json",
         picked,
@@ -213,8 +214,8 @@ def main(
         workers,
         held_out=True,
     )
-    test = measure(out / "nano-test.json", GAMMAS, "test", limit, batch_size, workers)
-    (out / "nano-summary.md").write_text(summary(test, held_out, latency, gamma))
+    test = measure(out / "nano-test.json", SOLVERS, "test", limit, batch_size, workers)
+    (out / "nano-summary.md").write_text(summary(test, held_out, latency, solver))
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def main(
         Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")
     ] = None,
     solver: Annotated[str, typer.Option(help="Default solver of the shipped SBD model.")] = (
-        "entropy:0.05"
+        "prefix:0.9"
     ),
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:

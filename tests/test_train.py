@@ -360,7 +360,7 @@ def test_collator_pads_on_the_right_to_a_multiple():
         ({"mask_token_id": -1}, "mask_token_id must be at least 0, got -1"),
         ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd'.*got 'wrapped'"),
         ({"padding_free": True}, "padding_free must be False, got True"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode must be 'keep_start'"),
+        ({"truncation_mode": "middle"}, "truncation_mode must be 'keep_start'"),
         ({"loss_type": "dft"}, "loss_type must be 'nll', got 'dft'"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0.0, got 0.1"),
         ({"average_tokens_across_devices": False}, "must be True, got False"),
@@ -410,10 +410,10 @@ def test_batches_that_teach_nothing_or_break_are_refused(tmp_path):
         trainer(tmp_path, silent, max_length=None, train_sampling_strategy="sequential").train()
     spoilt = [{"input_ids": [5, MASK, 6], "labels": [5, MASK, 6]}]
     with pytest.raises(ValueError, match=r"step 0 holds the mask token 3 in its text.*\[0\]"):
-        trainer(tmp_path, spoilt).train()
+        trainer(tmp_path, Dataset.from_list(spoilt).to_iterable_dataset()).train()
     net = network()
     net.lm_head.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match="the loss of step 0 is not finite: next-token nan"):
+    with pytest.raises(ValueError, match="the loss of step 1 is not finite: next-token nan"):
         trainer(tmp_path, net=net).train()
 
 
