@@ -3,8 +3,8 @@
     python examples/nano_table.py --out benchmarks/records
 
 The solver is picked on the validation split: of those whose mean accuracy is within one point of
-the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split, on
-held-out wordings, and seconds at batch size 1. A stopped run goes on where it was.
+the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split,
+on held-out wordings, and seconds at batch size 1. A stopped run goes on where it was.
 """
 
 import json

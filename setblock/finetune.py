@@ -187,7 +187,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     }
     if trainer.is_world_process_zero():
         (run.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    trainer.accelerator.end_training()  # leaves the process group, which some ranks die of at exit
+    trainer.leave()
     return summary
 
 

@@ -7,6 +7,7 @@ of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setb
 """
 
 import copy
+import gc
 import json
 import logging
 import math
@@ -458,6 +459,19 @@ class SBDTrainer(SFTTrainer):
         if is_peft_model(self.model) and (settings := generation.to_dict().get("setblock")):
             # peft saves the adapter alone; without this nobody could tell how to decode with it.
             write_settings(output_dir or str(self.args.output_dir), **settings)
+
+    def leave(self) -> None:
+        """Leaves the process group; the trainer can't be used afterwards.
+
+        The wrapped network goes first: gloo's threads deadlock or abort now and then when the group
+        dies with it, at the end of the interpreter or in a destructor that holds Python's lock.
+        """
+        if self.args.world_size > 1:
+            self.accelerator.wait_for_everyone()
+            self.model_wrapped = self.model = None
+            self.accelerator.free_memory()
+            gc.collect()
+        self.accelerator.end_training()
 
     def _view(self, batch: dict[str, Tensor], epoch: int, block_size: int) -> objective.View:
         """What the forward of this batch reads; refuses a batch that has nothing to learn from."""

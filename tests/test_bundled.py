@@ -40,7 +40,7 @@ def test_answers_are_worked_and_long_enough(model: "setblock.Model", family: str
     assert min(lengths) >= 25
 
 
-@pytest.mark.parametrize(("mode", "floor"), [("ntp", 0.6), ("sbd", 0.35)])
+@pytest.mark.parametrize(("mode", "floor"), [("ntp", 0.75), ("sbd", 0.6)])
 def test_model_solves_problems(model: "setblock.Model", mode: str, floor: float) -> None:
     """Floors below the measured scores: a broken mask or cache brings them near zero."""
     problems = [

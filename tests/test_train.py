@@ -545,11 +545,11 @@ def train_on_this_rank(folder):
         train_sampling_strategy="sequential",
     )
     run.train()
-    run.accelerator.end_training()  # else gloo's threads outlive the interpreter, now and then
     if run.accelerator.is_main_process:
         record = {name: logged(run, name) for name in ("loss", "ntp_loss", "matp_loss")}
         record["weights"] = weights(run).tolist()
         (folder / "record.json").write_text(json.dumps(record))
+    run.leave()
 
 
 def on_two_ranks(job, folder):
@@ -600,10 +600,9 @@ def shard_on_this_rank(folder):
         name: (weight.grad.full_tensor() if sharded else weight.grad).tolist()
         for name, weight in network.named_parameters()
     }
-    run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         (folder / "record.json").write_text(json.dumps(gradients))
-    run.accelerator.end_training()
+    run.leave()
 
 
 def two_layers():
