@@ -37,7 +37,8 @@ def measure(model_name: str, row: str, length: int, steps: int) -> dict[str, flo
     objective, method = METHODS[row]
     model = load(model_name, dtype="float32", device="cpu")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 1000, (steps + 1, length), generator=generator) + 100
+    ids = torch.randint(model.vocab_size, (steps + 1, length), generator=generator)
+    ids[ids == model.mask_token_id] = (model.mask_token_id + 1) % model.vocab_size
     rows = [
         {"input_ids": row, "labels": [-100] * (length // 2) + row[length // 2 :]}
         for row in ids.tolist()

@@ -39,17 +39,17 @@ def load_rows(
         if path.suffix in SUFFIXES and not path.is_file():
             raise ValueError(f"no file {name!r}")
         if path.suffix in (".jsonl", ".json"):
-            rows: list[dict[str, Any]] = []
+            read: list[dict[str, Any]] = []
             for where, row in _json_rows(path):
-                rows.append(_checked(row, where, renamed))
-                if _kind(rows[-1]) != _kind(rows[0]):
+                read.append(_checked(row, where, renamed))
+                if _kind(read[-1]) != _kind(read[0]):
                     raise ValueError(
-                        f"{where}: a row of {_kind(rows[-1])} in a file that began with "
-                        f"{_kind(rows[0])}"
+                        f"{where}: a row of {_kind(read[-1])} in a file that began with "
+                        f"{_kind(read[0])}"
                     )
-            if not rows:
+            if not read:
                 raise ValueError(f"{name} holds no rows")
-            parts.append(Dataset.from_list(rows))
+            parts.append(Dataset.from_list(read))
             continue
         try:
             if path.suffix == ".parquet":

@@ -342,19 +342,19 @@ def _as_prompts(rows: Any, model: Model, run: Run) -> Any:
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
     state = PartialState()
-    if not state.is_main_process:
-        say = len  # says nothing
-    say(f"answering {len(rows)} prompts with the model itself, into {run.output_dir}/answers.jsonl")
+    if state.is_main_process:
+        say(f"answering {len(rows)} prompts with the model itself; {run.output_dir}/answers.jsonl")
     every = max(len(rows) // 20, 1)
 
     def progress(count: int) -> None:
-        if count % every == 0:
+        if count % every == 0 and state.is_main_process:
             say(f"{count} of {len(rows)} answers")
 
     file = run.output_dir / "answers.jsonl"
     with state.main_process_first():  # the others find all answers in the file
         own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
-    say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
+    if state.is_main_process:
+        say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
     return own
 
 

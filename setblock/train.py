@@ -511,7 +511,7 @@ class SBDTrainer(SFTTrainer):
         view = objective.drop_idle_blocks(view)
         if self.gated:
             return view.masked_only()
-        end = self._tokenizer.eos_token_id
+        end: Any = self._tokenizer.eos_token_id
         return view if end is None else view.without_next(end)
 
     def _adopt_mask_token(self) -> int:

@@ -1,6 +1,7 @@
 """Gated adapters: noisy tokens alone feel them, in training and in decoding."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def batches(run):
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])
 def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, distill):
-    net = adapted()
+    net: Any = adapted()
     short = gated_trainer(tmp_path, net, self_distill=distill)
     step = batches(short)
     losses, seen = [], []
@@ -137,7 +138,7 @@ def test_layers_that_fsdp_would_run_again_are_refused(tmp_path):
     """peft tells its layers where a row's noisy tokens begin during the forward pass alone."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    net = adapted()
+    net: Any = adapted()
     run = gated_trainer(tmp_path, net)
     layers = net.base_model.model.model.layers
     for index, layer in enumerate(layers):

@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer(template=TEMPLATE):
+def tokenizer(template: str | None = TEMPLATE):
     made = make_tokenizer()
     made.chat_template = template
     return made
@@ -144,7 +144,7 @@ def test_only_the_assistant_is_learned_from():
     made = tokenizer()
     row = conversation(made, TALK)
     whole = made.apply_chat_template(TALK, tokenize=False)
-    assert row["input_ids"] == made.encode(whole, add_special_tokens=False)
+    assert row["input_ids"] == made.encode(str(whole), add_special_tokens=False)
     pairs = zip(row["input_ids"], row["completion_mask"], strict=True)
     assert made.decode([token for token, learned in pairs if learned]) == "yes?</s>4</s>"
 

@@ -1,5 +1,7 @@
 """The head in chunks: the same nats, hits, divergences and gradients as from all logits at once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
@@ -43,7 +45,7 @@ def test_chunks_are_the_whole(tied, chunk_size, taught):
                     reduction="sum",
                 )
     (nats.sum() + 0.7 * divergence.sum()).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
+    expected: list[Any] = [p.grad for p in model.parameters()]
 
     model.zero_grad()
     with scoring(model, Targets(inputs, labels, teachers), chunk_size):
@@ -52,8 +54,9 @@ def test_chunks_are_the_whole(tied, chunk_size, taught):
     assert torch.allclose(scores.nats, nats, atol=1e-5)
     assert torch.allclose(scores.divergence, divergence, atol=1e-5)
     assert scores.right.tolist() == (logits[inputs].argmax(-1) == labels).float().tolist()
-    for wanted, parameter in zip(expected, model.parameters(), strict=True):
-        assert torch.allclose(parameter.grad, wanted, atol=1e-5)
+    found: list[Any] = [p.grad for p in model.parameters()]
+    for wanted, gradient in zip(expected, found, strict=True):
+        assert torch.allclose(gradient, wanted, atol=1e-5)
 
 
 def test_head_is_put_back():

@@ -84,7 +84,7 @@ def config(folder, cls: Any = SBDConfig, **changes):
     return cls(output_dir=str(folder), **{**settings, **changes})
 
 
-def trainer(folder, rows=None, *, net=None, eval_dataset=None, **changes):
+def trainer(folder, rows=None, *, net=None, eval_dataset=None, **changes) -> Any:
     if not isinstance(rows, (Dataset, IterableDataset)):
         rows = Dataset.from_list(samples() if rows is None else rows)
     return SBDTrainer(
