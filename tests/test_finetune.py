@@ -73,9 +73,12 @@ def test_every_method_gives_a_model(
     base, folder = checkpoint(kind), tmp_path / "out"  # no mask token: one is added
     trained = []
     save = SBDTrainer.save_model
-    monkeypatch.setattr(
-        SBDTrainer, "save_model", lambda self, *a: trained.append(self.model) or save(self, *a)
-    )
+
+    def noted(self, *words, **options):
+        trained[:] = [self.model]
+        save(self, *words, **options)
+
+    monkeypatch.setattr(SBDTrainer, "save_model", noted)
     options = ["--lora-rank", "4", "--lora-alpha", "64", "--lora-dropout", "0.0"]
     summary = train(
         monkeypatch,
@@ -280,9 +283,9 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
     assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
     assert asked == [2]
     assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
-    with pytest.raises(ValueError, match="max_new_tokens of answer 0 differs"):
+    with pytest.raises(ValueError, match="max_new_tokens of answer"):
         answers.regenerate(model, rows, file, 41, 2)
-    with pytest.raises(ValueError, match="prompt_ids of answer 0 differs"):
+    with pytest.raises(ValueError, match="prompt_ids of answer"):
         answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
 
 
