@@ -66,6 +66,7 @@ class TableModel(Model):
         assert self.vocab_size <= 3 + len(LETTERS)
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
+        self.gated = self.adapted = False
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []
 
