@@ -20,9 +20,10 @@ import typer
 from datasets import Dataset
 
 from setblock import adapters
+from setblock.config import SBDConfig
 from setblock.evaluate import new_record, save_record
 from setblock.model import load
-from setblock.train import SBDConfig, SBDTrainer
+from setblock.train import SBDTrainer
 
 METHODS = {  # name: (objective, method)
     "ntp full": ("ntp", "full"),

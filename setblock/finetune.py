@@ -16,11 +16,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from setblock import adapters
 from setblock.answers import regenerate
+from setblock.config import SBDConfig
 from setblock.data import load_rows, prepare
 from setblock.evaluate import new_record
 from setblock.model import DTYPES, Model, load, write_settings
 from setblock.solvers import parse
-from setblock.train import SBDConfig, SBDTrainer
+from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, SaveOnSignal
 
 ANSWERS = ("data", "model")

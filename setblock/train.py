@@ -1,4 +1,4 @@
-"""Set block training on top of trl: `SBDConfig(trl.SFTConfig)` and `SBDTrainer(trl.SFTTrainer)`.
+"""Set block training on top of trl: `SBDTrainer(trl.SFTTrainer)`.
 
 Data, chat templates, prompt masking, optimizers, checkpoints and distribution are trl's and
 transformers'. What is ours: documents keep their sample id, so that their noise can be keyed by it;
@@ -9,47 +9,48 @@ of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setb
 import copy
 import gc
 import json
-import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import islice
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset, Value
+from datasets import Dataset, IterableDataset
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache, PreTrainedTokenizerBase, TrainerCallback
 
 # trl fills its namespace lazily, which hides these names from type checkers.
-from trl import SFTConfig, SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
+from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import objective
 from setblock.adapters import gate, is_gated
+from setblock.batches import (
+    Collator,
+    cut,
+    fill_behind_end,
+    map_datasets,
+    refuse_mask_token,
+    repeat_sample_id,
+    sliced,
+    with_sample_ids,
+)
+from setblock.config import SBDConfig
 from setblock.head import Scores, Targets, check_head, scoring
-from setblock.masks import CLEAN, PADDING
+from setblock.masks import CLEAN
 from setblock.model import Model, attention_mask, write_settings
+from setblock.totals import Totals
 
-OBJECTIVES = ("sbd", "ntp")
 # Fields for the model card: ours, and those of the optimizer and the data.
 OPTIONS = (
     *("objective", "min_block_size", "max_block_size", "drop_ragged_block", "end_fill"),
-    *(
-        "full_mask_share",
-        "suffix_mask_share",
-        "matp_weight",
-        "self_distill",
-        "mask_token_id",
-        "seed",
-        "max_length",
-    ),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "packing", "bf16"),
+    *("full_mask_share", "suffix_mask_share", "matp_weight", "self_distill", "mask_token_id"),
+    *("seed", "max_length", "packing", "bf16"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
 CARD = """
@@ -76,129 +77,6 @@ At the end, after {steps} steps (losses in nats per label):
 {losses}
 ```
 """
-logger = logging.getLogger(__name__)
-
-
-# transformers' own fields hold values that their annotations exclude: no runtime type check.
-@no_type_check
-@dataclass
-class SBDConfig(SFTConfig):
-    """Everything of `trl.SFTConfig`, and the settings of set block training.
-
-    Raises: ValueError naming the field for a value out of range, and for settings of SFTConfig that
-    this trainer would have to ignore.
-    """
-
-    objective: str = field(
-        default="sbd",
-        metadata={
-            "help": "sbd: next-token plus masked-token loss. ntp: an ordinary next-token step on "
-            "the same data in the same order, for the baseline.",
-            "choices": list(OBJECTIVES),
-        },
-    )
-    min_block_size: int = field(
-        default=2, metadata={"help": "Smallest block size; each step draws one uniformly."}
-    )
-    max_block_size: int = field(
-        default=16,
-        metadata={"help": "Largest block size, included. Evaluation always uses this one."},
-    )
-    drop_ragged_block: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave a document's last, incomplete block out of the masked-token loss, as "
-            "the paper does. It holds the end of the text, so the default keeps it."
-        },
-    )
-    end_fill: int | None = field(
-        default=None,
-        metadata={
-            "help": "End tokens put behind each row that ends in one, so that the model sees, as "
-            "while decoding, blocks that reach behind the end. Default: max_block_size - 1."
-        },
-    )
-    full_mask_share: float = field(
-        default=0.0,
-        metadata={"help": "Share of the documents that are masked throughout. The paper's is 0."},
-    )
-    suffix_mask_share: float = field(
-        default=0.0,
-        metadata={
-            "help": "Share of the documents each of whose blocks is masked from a random position "
-            "to its end, as decoding from left to right meets it. The paper's is 0."
-        },
-    )
-    matp_weight: float = field(
-        default=1.0,
-        metadata={"help": "Weight of the masked-token loss beside the next-token loss."},
-    )
-    self_distill: float = field(
-        default=0.0,
-        metadata={
-            "help": "0 to 1: how far masked positions learn the next-token distribution that the "
-            "clean half of the same forward has there, instead of the text's token alone."
-        },
-    )
-    logits_chunk_size: int = field(
-        default=1024,
-        metadata={"help": "Labels whose logits are in memory at a time."},
-    )
-    ddp_find_unused_parameters: bool | None = field(
-        default=False,
-        metadata={"help": "Every trained weight has a gradient in each step; no search needed."},
-    )
-    mask_token_id: int | None = field(
-        default=None,
-        metadata={
-            "help": "Id of the mask token. Default: the one that setblock.model.Model finds."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")
-        if not 1 <= self.min_block_size <= self.max_block_size:
-            raise ValueError(
-                "block sizes need 1 <= min_block_size <= max_block_size, got "
-                f"min_block_size={self.min_block_size}, max_block_size={self.max_block_size}"
-            )
-        for name in ("full_mask_share", "suffix_mask_share", "self_distill"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
-        if self.full_mask_share + self.suffix_mask_share > 1:
-            raise ValueError(
-                "full_mask_share and suffix_mask_share must sum to at most 1, got "
-                f"{self.full_mask_share} and {self.suffix_mask_share}"
-            )
-        if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
-            raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
-        if self.end_fill is not None and self.end_fill < 0:
-            raise ValueError(f"end_fill must be at least 0, got {self.end_fill}")
-        if self.logits_chunk_size < 1:
-            raise ValueError(f"logits_chunk_size must be at least 1, got {self.logits_chunk_size}")
-        if self.mask_token_id is not None and self.mask_token_id < 0:
-            raise ValueError(f"mask_token_id must be at least 0, got {self.mask_token_id}")
-        if self.packing and self.packing_strategy != "bfd":
-            raise ValueError(
-                "packing_strategy must be 'bfd', which keeps documents whole, got "
-                f"{self.packing_strategy!r}"
-            )
-        # Fields of SFTConfig whose other values this trainer's loss or collator would ignore.
-        for name, allowed in (
-            ("truncation_mode", "keep_start"),
-            ("padding_free", False),
-            ("loss_type", "nll"),
-            ("label_smoothing_factor", 0.0),
-            ("average_tokens_across_devices", True),
-        ):
-            if getattr(self, name) != allowed:
-                raise ValueError(f"{name} must be {allowed!r}, got {getattr(self, name)!r}")
-
-
-# The mark has done its work; left there it would hide the fields from HfArgumentParser.
-del SBDConfig.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SBDTrainer(SFTTrainer):
@@ -239,8 +117,8 @@ class SBDTrainer(SFTTrainer):
         super().__init__(
             model,
             args,
-            train_dataset=_with_sample_ids(train_dataset),
-            eval_dataset=_map_datasets(_with_sample_ids, eval_dataset),
+            train_dataset=with_sample_ids(train_dataset),
+            eval_dataset=map_datasets(with_sample_ids, eval_dataset),
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -271,12 +149,11 @@ class SBDTrainer(SFTTrainer):
         self.loss_is_scaled_for_ga = True
         self.mask_token_id = self._adopt_mask_token() if args.objective == "sbd" else None
         if self.mask_token_id is not None:
-            _refuse_mask_token(self.train_dataset, self.mask_token_id)
+            refuse_mask_token(self.train_dataset, self.mask_token_id)
         self._last_means: dict[str, float] = {}
         self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
         self._totals = {
-            mode: _Totals(self.accelerator.device, args.max_block_size)
-            for mode in ("train", "eval")
+            mode: Totals(self.accelerator.device, args.max_block_size) for mode in ("train", "eval")
         }
 
     def get_batch_samples(
@@ -357,7 +234,7 @@ class SBDTrainer(SFTTrainer):
                 file.write(json.dumps(line) + "\n")
         if mode == "train" and means:
             self._last_means = means
-        self._totals[mode] = _Totals(self.accelerator.device, self.args.max_block_size)
+        self._totals[mode] = Totals(self.accelerator.device, self.args.max_block_size)
         super().log(logs, start_time)
 
     def _scores(self, model: torch.nn.Module, view: objective.View) -> Scores:
@@ -431,7 +308,7 @@ class SBDTrainer(SFTTrainer):
 
     def forget(self) -> None:
         """Drops what the next line of the log would report."""
-        self._totals["train"] = _Totals(self.accelerator.device, self.args.max_block_size)
+        self._totals["train"] = Totals(self.accelerator.device, self.args.max_block_size)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """trl's card, and a section on what was trained how, with the last losses.
@@ -541,7 +418,7 @@ class SBDTrainer(SFTTrainer):
         SFTTrainer's own packing keeps no columns but the tokens and the labels, so its pack_dataset
         is called from here, with the id repeated for each token as one more column to pack.
         """
-        dataset = _with_sample_ids(dataset)
+        dataset = with_sample_ids(dataset)
         # SFTTrainer goes by the prompt and completion columns alone, and would train on the prompts
         # of a tokenised dataset whose completion_mask says which tokens they are.
         if args.completion_only_loss is None and "completion_mask" in (dataset.column_names or ()):
@@ -553,132 +430,23 @@ class SBDTrainer(SFTTrainer):
         )
         tokenised = "labels" in (prepared.column_names or ())
         if tokenised and args.max_length is not None:
-            prepared = _cut(prepared, args.max_length, name)
+            prepared = cut(prepared, args.max_length, name)
         if tokenised and args.objective == "sbd":
             fill = args.max_block_size - 1 if args.end_fill is None else args.end_fill
             fn_kwargs = {"end": self._tokenizer.eos_token_id, "count": fill}
-            prepared = prepared.map(_fill_behind_end, fn_kwargs=fn_kwargs)
+            prepared = prepared.map(fill_behind_end, fn_kwargs=fn_kwargs)
             if args.max_length is not None:  # of the fill alone, by now
-                prepared = prepared.map(_sliced, fn_kwargs={"length": args.max_length})
+                prepared = prepared.map(sliced, fn_kwargs={"length": args.max_length})
         if packing:
             if args.max_length is None:
                 raise ValueError("max_length must be a number of tokens when packing, got None")
-            prepared = prepared.map(_repeat_sample_id)
+            prepared = prepared.map(repeat_sample_id)
             prepared = prepared.select_columns(["input_ids", "labels", "sample_id"])
             prepared = pack_dataset(prepared, args.max_length, args.packing_strategy)
         return prepared
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "labels", "sample_id", "seq_lengths"]
-
-
-@dataclass
-class Collator:
-    """Rows -> a right-padded batch with the places of its documents.
-
-    Yields input_ids, labels, position_ids and document [batch, length], and sample_id and lengths
-    [batch, documents of the fullest row], with length 0 for what a row lacks.
-    """
-
-    pad_token_id: int
-    multiple: int = 1
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        for name in ("input_ids", "labels", "sample_id"):
-            if name not in rows[0]:
-                raise ValueError(f"rows need the column {name}, got {', '.join(rows[0])}")
-        length = max(len(row["input_ids"]) for row in rows)
-        length += -length % self.multiple
-        lengths = [row.get("seq_lengths", [len(row["input_ids"])]) for row in rows]
-        num_documents = max(map(len, lengths))
-        padded_lengths = _pad(lengths, num_documents, 0)
-        position, document = objective.document_places(padded_lengths, length)
-        return {
-            "input_ids": _pad([row["input_ids"] for row in rows], length, self.pad_token_id),
-            "labels": _pad([row["labels"] for row in rows], length, objective.IGNORE),
-            "position_ids": position,
-            "document": document,
-            "sample_id": _pad([_sample_ids(row) for row in rows], num_documents, 0),
-            "lengths": padded_lengths,
-        }
-
-
-class _Totals:
-    """Running sums of what the log reports, on the device, so that no step waits for them."""
-
-    NAMES = (
-        *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
-        *("maskable", "tokens", "block_sizes", "batches"),
-    )
-    NUM_RATES = 10  # mask rates in tenths
-
-    def __init__(self, device: torch.device, max_block_size: int) -> None:
-        self.values = torch.zeros(
-            len(self.NAMES) + 2 * max_block_size + 2 * self.NUM_RATES, device=device
-        )
-        self.max_block_size, self.begin = max_block_size, time.perf_counter()
-
-    def _parts(self) -> list[Tensor]:
-        """NAMES; labels and right answers by offset in the block; the same by mask rate."""
-        sizes = [self.max_block_size] * 2 + [self.NUM_RATES] * 2
-        return list(self.values.split([len(self.NAMES), *sizes]))
-
-    def add(
-        self, scores: Scores, view: objective.View, block_size: int, batch: Mapping[str, Any]
-    ) -> None:
-        supervised = view.supervised
-        noisy = (view.layout.block != CLEAN)[supervised]
-        losses = objective.sums(scores.nats.detach(), view)
-        matp_right = (scores.right & noisy).sum()
-        labelled = batch["labels"] != objective.IGNORE
-        sums = (
-            *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
-            *(losses.matp_sum, losses.matp_count, matp_right),
-            *(labelled.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
-        )
-        device = self.values.device
-        names, *tables = self._parts()
-        names += torch.stack([torch.as_tensor(value, device=device) for value in sums])
-        if not view.matp_labels.shape[1]:
-            return
-        offset = (view.layout.position - view.layout.horizon)[supervised][noisy]
-        slot = view.layout.document - PADDING
-        counts = torch.zeros(2, len(slot), int(slot.max()) + 1, device=device)
-        clean = slot[:, : view.num_clean]
-        counts[0].scatter_add_(1, clean, labelled.float())
-        counts[1].scatter_add_(1, slot, (supervised & (view.layout.block != CLEAN)).float())
-        rate = (counts[1] / counts[0].clamp(min=1)).gather(1, slot)[supervised][noisy]
-        tenth = (rate * self.NUM_RATES).long().clamp(max=self.NUM_RATES - 1)
-        right = scores.right[noisy].float()
-        for (labels, rights), index in zip((tables[:2], tables[2:]), (offset, tenth), strict=True):
-            labels.index_add_(0, index, torch.ones_like(right))
-            rights.index_add_(0, index, right)
-
-    def means(self) -> dict[str, float]:
-        """Name -> mean, of a half only where it had labels."""
-        totals = dict(zip(self.NAMES, self._parts()[0].tolist(), strict=True))
-        means = {}
-        for half in ("ntp", "matp"):
-            if totals[f"{half}_labels"]:
-                means[f"{half}_loss"] = totals[f"{half}_nats"] / totals[f"{half}_labels"]
-                means[f"{half}_accuracy"] = totals[f"{half}_right"] / totals[f"{half}_labels"]
-        if totals["matp_labels"]:
-            means["mask_ratio"] = totals["matp_labels"] / totals["maskable"]
-            means["block_size"] = totals["block_sizes"] / totals["batches"]
-        if totals["tokens"]:
-            means["tokens_per_second"] = totals["tokens"] / (time.perf_counter() - self.begin)
-        return means
-
-    def breakdown(self) -> dict[str, list[float | None]]:
-        """Masked accuracy by offset in the block and by mask rate (tenths), None without labels."""
-        tables = [part.tolist() for part in self._parts()[1:]]
-        shares = [
-            [right / labels if labels else None for labels, right in zip(*pair, strict=True)]
-            for pair in (tables[:2], tables[2:])
-        ]
-        return dict(
-            zip(("matp_accuracy_by_offset", "matp_accuracy_by_mask_rate"), shares, strict=True)
-        )
 
 
 def _with_teachers(
@@ -697,99 +465,3 @@ def refuse_split_rows(parallelism: ParallelismConfig | None) -> None:
             "cp_size and sp_size must be 1, got "
             f"cp_size={parallelism.cp_size}, sp_size={parallelism.sp_size}"
         )
-
-
-def _with_sample_ids(dataset: Any) -> Any:
-    """The dataset with a sample_id column: its own, else the row's index."""
-    if "sample_id" in (dataset.column_names or ()):
-        kind = (dataset.features or {}).get("sample_id")
-        if isinstance(kind, Value) and "int" not in kind.dtype:
-            raise ValueError(f"sample_id must be a column of integers, got {kind.dtype}")
-        return dataset
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(lambda _, index: {"sample_id": index}, with_indices=True)
-    return dataset.add_column("sample_id", range(len(dataset)))
-
-
-def _map_datasets(function: Callable[[Any], Any], datasets: Any) -> Any:
-    """`function` of one dataset, or of each of a dict of them, or None of None."""
-    if datasets is None:
-        return None
-    if isinstance(datasets, dict):
-        return {name: function(dataset) for name, dataset in datasets.items()}
-    return function(datasets)
-
-
-def _repeat_sample_id(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    return {"sample_id": [row["sample_id"]] * len(row["input_ids"])}
-
-
-def _cut(dataset: Any, length: int, name: str) -> Any:
-    """Rows of at most `length` tokens, those with a label left; says how many it changed.
-
-    Raises: ValueError if none is left.
-    """
-    cut = dataset.map(_sliced, fn_kwargs={"length": length})
-    left = cut.filter(_has_label)
-    if not isinstance(dataset, Dataset):
-        return left  # a stream can't be counted
-    num_cut = sum(len(row) > length for row in dataset["input_ids"])
-    if not len(left):
-        raise ValueError(
-            f"none of the {len(dataset)} rows of the {name} dataset has a token to learn "
-            f"within max_length={length}: raise it, or check prompts and completions"
-        )
-    if num_cut or len(left) < len(dataset):
-        logger.warning(
-            f"{name} dataset: {num_cut} of {len(dataset)} rows were longer than max_length="
-            f"{length} and were cut; {len(dataset) - len(left)} rows without a token to learn "
-            "were left out"
-        )
-    return left
-
-
-def _refuse_mask_token(dataset: Any, mask_token_id: int) -> None:
-    """Raises: ValueError for a text that holds the mask token; a stream is checked as it comes."""
-    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
-        return
-    for index, ids in enumerate(dataset["input_ids"]):
-        if mask_token_id in ids:
-            raise ValueError(
-                f"row {index} of the train dataset holds the mask token {mask_token_id} in its "
-                "text: take it out, or choose another mask_token_id"
-            )
-
-
-def _sliced(row: Mapping[str, Any], length: int) -> dict[str, list[int]]:
-    return {name: row[name][:length] for name in ("input_ids", "labels")}
-
-
-def _has_label(row: Mapping[str, Any]) -> bool:
-    return any(label != objective.IGNORE for label in row["labels"])
-
-
-def _fill_behind_end(row: Mapping[str, Any], end: int | None, count: int) -> dict[str, list[int]]:
-    """The row with `count` more end tokens behind a labelled one that it ends in.
-
-    A chat template's line break behind the end gives way to them.
-    """
-    ids, labels = row["input_ids"], row["labels"]
-    last = next((i for i in range(len(ids) - 1, max(len(ids) - 4, -1), -1) if ids[i] == end), None)
-    if last is None or labels[last] == objective.IGNORE:
-        return {"input_ids": ids, "labels": labels}
-    fill = [ids[last]] * count
-    return {"input_ids": ids[: last + 1] + fill, "labels": labels[: last + 1] + fill}
-
-
-def _sample_ids(row: dict[str, Any]) -> list[int]:
-    """The sample id of each document of a row; a packed row holds them once per token."""
-    if "seq_lengths" not in row:
-        return [row["sample_id"]]
-    if isinstance(row["sample_id"], int):
-        raise ValueError("a packed row (with seq_lengths) needs a sample_id for each of its tokens")
-    starts = accumulate(row["seq_lengths"][:-1], initial=0)
-    return [row["sample_id"][start] for start in starts]
-
-
-def _pad(rows: list[list[int]], length: int, value: int) -> Int[Tensor, "batch length"]:
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])

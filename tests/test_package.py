@@ -13,9 +13,9 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("masks", "solvers", "execution", "sampling", "head", "data"),
+    ("masks", "solvers", "execution", "sampling", "head", "data", "config"),
     ("objective", "cache", "adapters", "nano"),
-    ("model",),
+    ("model", "batches", "totals"),
     ("decode", "train"),
     ("generation",),
     ("evaluate", "live", "watch"),

@@ -26,8 +26,10 @@ from transformers import (
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import model, objective
+from setblock.batches import Collator
+from setblock.config import SBDConfig
 from setblock.masks import CLEAN, PADDING, visible
-from setblock.train import Collator, SBDConfig, SBDTrainer, refuse_split_rows
+from setblock.train import SBDTrainer, refuse_split_rows
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
 MASK = SPECIAL.index("<mask>")
@@ -467,7 +469,7 @@ def test_end_fill_lets_blocks_reach_behind_the_end(tmp_path):
 
 
 def test_cut_rows_are_counted(tmp_path, caplog):
-    caplog.set_level("WARNING", logger="setblock.train")
+    caplog.set_level("WARNING", logger="setblock.batches")
     run = trainer(tmp_path, max_length=8)
     assert max(map(len, run.train_dataset["input_ids"])) == 8
     lengths = [len(row["input_ids"]) for row in samples()]

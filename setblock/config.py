@@ -1,0 +1,132 @@
+"""The settings of set block training: `SBDConfig(trl.SFTConfig)`."""
+
+import math
+from dataclasses import dataclass, field
+from typing import no_type_check
+
+# trl fills its namespace lazily, which hides these names from type checkers.
+from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
+
+OBJECTIVES = ("sbd", "ntp")
+
+
+# transformers' own fields hold values that their annotations exclude: no runtime type check.
+@no_type_check
+@dataclass
+class SBDConfig(SFTConfig):
+    """Everything of `trl.SFTConfig`, and the settings of set block training.
+
+    Raises: ValueError naming the field for a value out of range, and for settings of SFTConfig that
+    this trainer would have to ignore.
+    """
+
+    objective: str = field(
+        default="sbd",
+        metadata={
+            "help": "sbd: next-token plus masked-token loss. ntp: an ordinary next-token step on "
+            "the same data in the same order, for the baseline.",
+            "choices": list(OBJECTIVES),
+        },
+    )
+    min_block_size: int = field(
+        default=2, metadata={"help": "Smallest block size; each step draws one uniformly."}
+    )
+    max_block_size: int = field(
+        default=16,
+        metadata={"help": "Largest block size, included. Evaluation always uses this one."},
+    )
+    drop_ragged_block: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave a document's last, incomplete block out of the masked-token loss, as "
+            "the paper does. It holds the end of the text, so the default keeps it."
+        },
+    )
+    end_fill: int | None = field(
+        default=None,
+        metadata={
+            "help": "End tokens put behind each row that ends in one, so that the model sees, as "
+            "while decoding, blocks that reach behind the end. Default: max_block_size - 1."
+        },
+    )
+    full_mask_share: float = field(
+        default=0.0,
+        metadata={"help": "Share of the documents that are masked throughout. The paper's is 0."},
+    )
+    suffix_mask_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the documents each of whose blocks is masked from a random position "
+            "to its end, as decoding from left to right meets it. The paper's is 0."
+        },
+    )
+    matp_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the masked-token loss beside the next-token loss."},
+    )
+    self_distill: float = field(
+        default=0.0,
+        metadata={
+            "help": "0 to 1: how far masked positions learn the next-token distribution that the "
+            "clean half of the same forward has there, instead of the text's token alone."
+        },
+    )
+    logits_chunk_size: int = field(
+        default=1024,
+        metadata={"help": "Labels whose logits are in memory at a time."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False,
+        metadata={"help": "Every trained weight has a gradient in each step; no search needed."},
+    )
+    mask_token_id: int | None = field(
+        default=None,
+        metadata={
+            "help": "Id of the mask token. Default: the one that setblock.model.Model finds."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")
+        if not 1 <= self.min_block_size <= self.max_block_size:
+            raise ValueError(
+                "block sizes need 1 <= min_block_size <= max_block_size, got "
+                f"min_block_size={self.min_block_size}, max_block_size={self.max_block_size}"
+            )
+        for name in ("full_mask_share", "suffix_mask_share", "self_distill"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        if self.full_mask_share + self.suffix_mask_share > 1:
+            raise ValueError(
+                "full_mask_share and suffix_mask_share must sum to at most 1, got "
+                f"{self.full_mask_share} and {self.suffix_mask_share}"
+            )
+        if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
+            raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
+        if self.end_fill is not None and self.end_fill < 0:
+            raise ValueError(f"end_fill must be at least 0, got {self.end_fill}")
+        if self.logits_chunk_size < 1:
+            raise ValueError(f"logits_chunk_size must be at least 1, got {self.logits_chunk_size}")
+        if self.mask_token_id is not None and self.mask_token_id < 0:
+            raise ValueError(f"mask_token_id must be at least 0, got {self.mask_token_id}")
+        if self.packing and self.packing_strategy != "bfd":
+            raise ValueError(
+                "packing_strategy must be 'bfd', which keeps documents whole, got "
+                f"{self.packing_strategy!r}"
+            )
+        # Fields of SFTConfig whose other values this trainer's loss or collator would ignore.
+        for name, allowed in (
+            ("truncation_mode", "keep_start"),
+            ("padding_free", False),
+            ("loss_type", "nll"),
+            ("label_smoothing_factor", 0.0),
+            ("average_tokens_across_devices", True),
+        ):
+            if getattr(self, name) != allowed:
+                raise ValueError(f"{name} must be {allowed!r}, got {getattr(self, name)!r}")
+
+
+# The mark has done its work; left there it would hide the fields from HfArgumentParser.
+del SBDConfig.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]
