@@ -1,7 +1,6 @@
 """A model's own answers to the prompts of a dataset, for training on them instead of the data's.
 
-A set block decoder that verifies its drafts needs what the model itself would say; the answers of
-other authors differ in style, and drafts in that style are rejected.
+The masked half then learns what the next-token half would write, not the style of other authors.
 """
 
 import json

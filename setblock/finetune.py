@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -61,6 +62,10 @@ class Run:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Run).items():
+            if not _is_a(getattr(self, name), kind):
+                wanted = getattr(kind, "__name__", str(kind))
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         choices = {"method": adapters.METHODS, "answers": ANSWERS, "attention": ATTENTIONS}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -84,6 +89,17 @@ class Run:
         if bool(self.decode_every) != (self.decode_data is not None):
             raise ValueError("decode_every and decode_data need each other")
         parse(self.decode_solver)
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value read from a file has this type; true and 1 are two types, 1 and 1.0 one."""
+    if isinstance(kind, UnionType):
+        return any(_is_a(value, one) for one in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_a(one, get_args(kind)[0]) for one in value)
+    if kind is float and type(value) is int:
+        return True
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 class _Parser(HfArgumentParser):

@@ -218,6 +218,13 @@ def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, 
         ("a: [", "run.yaml: while parsing"),
         ("model: m\n", "missing: --data, --output-dir"),
         ("no_such: 1\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "unknown training option"),
+        ("model: 3\ndata: d.jsonl\noutput_dir: o\n", "model must be str, got 3"),
+        ("model: m\ndata: 7\noutput_dir: o\n", "data must be list[str], got 7"),
+        ("model: m\ndata: [a, 7]\noutput_dir: o\n", "data must be list[str], got ['a', 7]"),
+        ("limit: many\nmodel: m\ndata: d\noutput_dir: o\n", "limit must be int | None, got 'many'"),
+        ("limit: yes\nmodel: m\ndata: d\noutput_dir: o\n", "limit must be int | None, got True"),
+        ("chat: 1\nmodel: m\ndata: d\noutput_dir: o\n", "chat must be bool, got 1"),
+        ("lora_dropout: low\nmodel: m\ndata: d\noutput_dir: o\n", "lora_dropout must be float"),
         ("method: half\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "one of full, lora, qlora, ga"),
     ],
 )
@@ -470,6 +477,8 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        assert "FutureWarning" not in done.stderr
+        assert "gemm" not in done.stderr, "bitsandbytes says at import that it has no CPU kernels"
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         logs.append([line["matp_loss"] for line in lines if "matp_loss" in line])
         assert load(folder).trained
