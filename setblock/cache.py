@@ -123,6 +123,12 @@ class PrefixCache(Cache):
         self.slots.lengths = [old + n for old, n in zip(self.slots.lengths, wanted, strict=True)]
         self.keepable = None
 
+    def forget(self, counts: Int[Tensor, " batch"]) -> None:
+        """Take the last counts[b] tokens of row b's prefix out of it. One device sync."""
+        self.lengths = self.lengths - counts
+        assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
+        self.slots.lengths = self.lengths.tolist()
+
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep only these rows, in this order. Copies them; one device sync."""
         rows = rows.to(self.lengths)

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
+import warnings
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +37,14 @@ class Mode(StrEnum):
 
     sbd = "sbd"
     ntp = "ntp"
+    verified = "verified"
+
+
+class Draft(StrEnum):
+    """Where mode verified takes its drafts from."""
+
+    branches = "branches"
+    solver = "solver"
 
 
 class Dtype(StrEnum):
@@ -63,11 +73,50 @@ MaskTokenOption = Annotated[
 ]
 ModeOption = Annotated[
     Mode | None,
-    typer.Option(help="sbd: blocks. ntp: token by token. Default: the checkpoint's, else sbd."),
+    typer.Option(
+        help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
+        "ntp. Default: the checkpoint's, else sbd."
+    ),
 ]
 SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
 BlockSizeOption = Annotated[
     int | None, typer.Option(help="Tokens of a block. Default: the checkpoint's, else 16.")
+]
+SeedFirstOption = Annotated[
+    bool,
+    typer.Option(
+        "--next-token-seed",
+        help="Mode sbd: the first token of each block is the next-token one, at no forward's cost.",
+    ),
+]
+FallbackOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Mode sbd: finish a block token by token once every masked slot's entropy is above "
+        "this many nats. Default: never."
+    ),
+]
+DraftOption = Annotated[
+    Draft | None,
+    typer.Option(
+        help="Mode verified: branches drafts in the forward that verifies, solver in forwards of "
+        "its own, with --solver. Default: branches."
+    ),
+]
+BranchesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Mode verified: behind how many accepted lengths, the likeliest, the next draft is "
+        "made. Default: what is quickest by arithmetic, as for the block size; all of them once "
+        "--block-size or --seeds is given."
+    ),
+]
+SeedsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Mode verified: for each of them, drafts that begin with one of the likeliest tokens. "
+        "Default: 0."
+    ),
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -112,6 +161,11 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
     ] = False,
+    next_token_seed: SeedFirstOption = False,
+    fallback: FallbackOption = None,
+    draft: DraftOption = None,
+    branches: BranchesOption = None,
+    seeds: SeedsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     show_steps: Annotated[
@@ -138,6 +192,11 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
         "ignore_eos": ignore_eos,
+        "next_token_seed": next_token_seed or None,
+        "fallback": fallback,
+        "draft": draft.value if draft else None,
+        "branches": branches,
+        "seeds": seeds,
     }
     settings = settings_for(model, **options)
     ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
@@ -233,7 +292,7 @@ def demo(
     _warn_untrained(model, "sbd")
     problems = [] if prompt else [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
     prompts = prompt or [problem.prompt for problem in problems]
-    for mode in Mode:
+    for mode in (Mode.ntp, Mode.sbd):
         _warm_up(model, mode)
     answers = []
     for number, question in enumerate(prompts):
@@ -272,10 +331,15 @@ def evaluate(
         list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
     ] = None,
     solver: Annotated[
-        list[str] | None, typer.Option(help=f"May be given again, for mode sbd. {SOLVERS_HELP}")
+        list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
     ] = None,
     block_size: BlockSizeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    next_token_seed: SeedFirstOption = False,
+    fallback: FallbackOption = None,
+    draft: DraftOption = None,
+    branches: BranchesOption = None,
+    seeds: SeedsOption = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -292,8 +356,20 @@ def evaluate(
 
     families = evaluation.families(task or ["nano"])
     modes = mode or [Mode.ntp, Mode.sbd]
-    if solver and Mode.sbd not in modes:
-        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
+    drafts = Mode.verified in modes and draft == Draft.solver
+    if solver and Mode.sbd not in modes and not drafts:
+        raise ValueError(
+            "--solver is for mode sbd, or mode verified with --draft solver, which --mode leaves "
+            f"out; got {solver}"
+        )
+    own = {
+        Mode.sbd: {"next_token_seed": next_token_seed or None, "fallback": fallback},
+        Mode.verified: {"draft": draft and draft.value, "branches": branches, "seeds": seeds},
+    }
+    for one, values in own.items():
+        given = [name.replace("_", "-") for name, value in values.items() if value is not None]
+        if given and one not in modes:
+            raise ValueError(f"--{given[0]} is for mode {one.value}, which --mode leaves out")
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -303,9 +379,13 @@ def evaluate(
     for model_name in model_names:
         model = _load(model_name, dtype, device, mask_token_id)
         runs: list[dict[str, Any]] = [{"mode": "ntp", **common}] if Mode.ntp in modes else []
-        if Mode.sbd in modes:
-            _warn_untrained(model, "sbd")
-            runs += [{"mode": "sbd", "solver": text, **common} for text in solver or [None]]
+        for one, values in own.items():
+            if one in modes:
+                _warn_untrained(model, one.value)
+                solvers = (solver or [None]) if one == Mode.sbd or drafts else [None]
+                runs += [
+                    {"mode": one.value, "solver": text, **common, **values} for text in solvers
+                ]
         for options in runs:
             settings_for(model, **options)  # bad values are refused before the first problem
         for options in runs:
@@ -377,7 +457,7 @@ def train(
         str | None,
         typer.Option(
             help="data: learn the data's answers. model: let the model answer the prompts first, "
-            "and learn its own answers, which verified decoding accepts. Default: data."
+            "and learn its own answers. Default: data."
         ),
     ] = None,
     answer_tokens: Annotated[
@@ -408,6 +488,7 @@ def train(
     """
     from dataclasses import fields as fields_of
 
+    _quiet_libraries()
     from setblock.finetune import Run, finetune
 
     typed = {
@@ -452,6 +533,7 @@ def merge(
     as_json: JsonOption = False,
 ) -> None:
     """Fold an adapter into its base: one checkpoint that needs no adapter any more."""
+    _quiet_libraries()
     from setblock.finetune import merge as fold
 
     if output_dir.exists() and any(output_dir.iterdir()):
@@ -485,7 +567,7 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
     if isinstance(settings.get("data"), str):
         settings["data"] = [settings["data"]]
     if "output_dir" in settings:
-        settings["output_dir"] = Path(settings["output_dir"])
+        settings["output_dir"] = Path(str(settings["output_dir"]))
     words = []
     for name, value in content.items():
         if name not in own:
@@ -495,9 +577,8 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
 
 
 def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
-    """The JSON form of a result; solver and block_size are null in mode ntp, which uses neither."""
+    """The JSON form of a result; solver, block_size and draft are null where they are not used."""
     settings = generation.settings
-    blocks = settings.mode == "sbd"
     return {
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -513,12 +594,17 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.prompt_tokens,
         "mode": settings.mode,
-        "solver": str(settings.solver) if blocks else None,
-        "block_size": settings.block_size if blocks else None,
+        "solver": str(settings.solver) if settings.uses_solver else None,
+        "block_size": settings.block_size if settings.mode != "ntp" else None,
         "max_new_tokens": settings.max_new_tokens,
         **asdict(settings.sampler),
         "stop": settings.stop,
         "ignore_eos": settings.ignore_eos,
+        "next_token_seed": settings.next_token_seed,
+        "fallback": settings.fallback,
+        "draft": settings.draft if settings.mode == "verified" else None,
+        "branches": settings.branches,
+        "seeds": settings.seeds,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -549,20 +635,28 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
 
 
 def _load(name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None) -> "Model":
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from setblock.model import load
 
-    logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
+    transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
     with err.status(Text(f"loading {name}")):
         return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
 
 
+def _quiet_libraries() -> None:
+    """What libraries say at import and nobody here can act on, before they are imported."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no prebuilt CPU kernels for it
+    # trl's own default for SFTConfig; transformers will rename the field.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+
+
 def _warn_untrained(model: "Model", mode: str) -> None:
-    if mode == "sbd" and not model.trained:
+    if mode != "ntp" and not model.trained:
         err.print(
-            f"warning: {model.name} was never trained for set block decoding; expect poor text "
-            "(mode ntp is unaffected)",
+            f"warning: {model.name} was never trained for set block decoding; expect "
+            + ("poor text" if mode == "sbd" else "no speed-up")
+            + " (mode ntp is unaffected)",
             style="yellow",
         )
 

@@ -1,15 +1,16 @@
 """Set block decoding and next-token decoding on one code path.
 
-`DecodeState` holds a batch of rows, each at its own stage and length; `step()` runs one forward
-for all of them. A row's text is final before `start`; in `sbd` mode a block of `block_size` slots
-stands behind it, in `ntp` mode nothing. A forward takes the final tokens that are not in the cache
-yet (the prompt, the block just finished, or the last token), then the block; the keys of the former
-are kept, the block's are not.
+`Rows` holds what every way of decoding keeps of a batch, each row at its own length; `DecodeState`
+adds stages: `step()` runs one forward for all rows. A row's text is final before `start`; in mode
+"sbd" a block of `block_size` slots stands behind it, in mode "ntp" nothing. A forward takes the
+final tokens that are not in the cache yet (the prompt, the block just finished, or the last token),
+then the block; the keys of the former are kept, the block's are not.
 Source: arXiv:2509.04185 algorithms 2 and 3.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +21,9 @@ from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, entropy
 
-MODES = ("sbd", "ntp")
+MODES = ("sbd", "ntp", "verified")
+DRAFTS = ("branches", "solver")
+OWN_OPTIONS = {"sbd": ("next_token_seed", "fallback"), "verified": ("draft", "branches", "seeds")}
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class Settings:
     max_new_tokens: generated tokens at most, EOS included.
     stop: texts that end a row; the text is cut before them.
     ignore_eos: generate on past EOS; EOS itself stays allowed.
+    next_token_seed: mode "sbd": a block's first token is the next-token one, whose distribution
+        the forward that encodes the text before it has anyway.
+    fallback: mode "sbd": a block all of whose masked slots have a higher entropy than this, in
+        nats, is finished token by token; None is never.
+    draft: mode "verified": "branches" verifies a draft and makes the next one in one forward,
+        "solver" drafts with `solver` and verifies in a forward of its own.
+    branches: of draft "branches": for how many accepted lengths, the likeliest, the next draft is
+        made; None is all.
+    seeds: of draft "branches": for each of them, how many more drafts are made that begin with one
+        of the likeliest tokens.
     """
 
     mode: str
@@ -40,31 +53,61 @@ class Settings:
     sampler: Sampler = field(default_factory=Sampler)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    next_token_seed: bool = False
+    fallback: float | int | None = None
+    draft: str = "branches"
+    branches: int | None = None
+    seeds: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
+            if getattr(self, name) not in allowed:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
         if not isinstance(self.solver, Solver):
             raise ValueError(f"solver must be a solver or its text, got {self.solver!r}")
-        for name in ("block_size", "max_new_tokens"):
+        bounds = {"block_size": 1, "max_new_tokens": 1, "branches": 1, "seeds": 0}
+        for name, least in bounds.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if name == "branches" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.fallback is not None and (
+            isinstance(self.fallback, bool)
+            or not isinstance(self.fallback, (int, float))
+            or not self.fallback >= 0
+        ):
+            raise ValueError(f"fallback must be an entropy of at least 0, got {self.fallback!r}")
+        for mode, names in OWN_OPTIONS.items():
+            for name in names if self.mode != mode else ():
+                got = getattr(self, name)
+                if got != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name} is for mode {mode}, got {got!r} in mode {self.mode}")
+        for name in ("branches", "seeds") if self.draft == "solver" else ():
+            if getattr(self, name):
+                got = getattr(self, name)
+                raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
 
     @property
+    def uses_solver(self) -> bool:
+        """Whether `solver` has a say."""
+        return self.mode == "sbd" or (self.mode == "verified" and self.draft == "solver")
+
+    @property
     def num_slots(self) -> int:
-        """Positions that a row takes after its prompt: blocks stay whole beyond the limit."""
+        """Positions that a row takes after its prompt: mode "sbd" has whole blocks at the limit."""
         step = self.block_size if self.mode == "sbd" else 1
         return -(-self.max_new_tokens // step) * step
 
 
-class DecodeState:
-    """Rows being decoded, each at its own stage and length.
+class Rows:
+    """Rows being decoded, each at its own length.
 
-    tokens      [batch, capacity] prompt, final tokens, then the block with its masks
-    start       [batch] first position of the block; all before is final
+    tokens      [batch, capacity] prompt, final tokens, then masks
+    start       [batch] all before is final
     prompt_end  [batch] length of the prompt
     limit       [batch] first position that may not be generated
     rows        [batch] index of the row in the user's input
@@ -73,17 +116,25 @@ class DecodeState:
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
 
+    # Tensors with a line for each row.
+    PER_ROW: ClassVar[tuple[str, ...]] = (
+        *("tokens", "start", "prompt_end", "limit"),
+        *("rows", "nfe", "revealed_at", "entropy"),
+    )
+
     def __init__(
         self,
         model: Model,
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         settings: Settings,
+        scratch: int,
     ) -> None:
+        """scratch: query tokens of a forward that stand behind the longest text."""
         self.model, self.settings = model, settings
-        self.block_size = settings.block_size if settings.mode == "sbd" else 0
         lengths = [len(prompt) for prompt in prompts]
-        capacity = max(lengths) + settings.num_slots
+        # A forward may look at a whole block from any position on.
+        capacity = max(lengths) + settings.num_slots + settings.block_size
         tokens = torch.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
             tokens[slot, : len(prompt)] = torch.tensor(prompt)
@@ -100,9 +151,7 @@ class DecodeState:
             dtype=torch.long,
             device=model.device,
         )
-        # The last forward of a row starts k tokens before the end and may hold 2k, to go with
-        # another row's.
-        self.cache = model.new_cache(len(prompts), capacity + self.block_size)
+        self.cache = model.new_cache(len(prompts), capacity + scratch)
 
     def step(self) -> Bool[Tensor, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
@@ -110,59 +159,7 @@ class DecodeState:
         A row that has ended must be dropped by `select` first: nothing here stops it at its limit.
         Effects: tokens, counts and cache change in place.
         """
-        prompt_forward = self.cache.lengths == 0
-        cached = self.cache.lengths.clone()
-        end = torch.where(prompt_forward, self.start, self.start + self.block_size)
-        num_queries = int((end - cached).max())
-        position = cached[:, None] + torch.arange(num_queries, device=cached.device)
-        layout = decoding_layout(position, self.start, end)
-        queries = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
-        if self.block_size:
-            slots = self.start[:, None] + torch.arange(self.block_size, device=cached.device)
-            predicting = slots  # a masked slot predicts itself, no shift
-        else:
-            slots = self.start[:, None]
-            predicting = slots - 1  # the last final token predicts the next
-        wanted = (predicting - cached[:, None]).clamp(max=num_queries - 1)
-        needed = torch.unique(wanted)
-        logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
-        self.cache.keep(self.start - cached)
-        yields = ~prompt_forward if self.block_size else torch.ones_like(prompt_forward)
-        self.nfe += yields.long()
-        index = torch.searchsorted(needed, wanted)
-        block_logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-        return self._reveal(block_logits, slots, yields)
-
-    def _reveal(
-        self,
-        logits: Float[Tensor, "batch block vocab"],
-        slots: Int[Tensor, "batch block"],
-        yields: Bool[Tensor, " batch"],
-    ) -> Bool[Tensor, "batch length"]:
-        """Choose and write the tokens of one forward; then move finished blocks behind `start`."""
-        inside = slots.clamp(max=self.tokens.shape[1] - 1)
-        masked = self._eligible(inside, slots) & yields[:, None]
-        if self.block_size:
-            reveal = self.settings.solver.reveal(logits, masked)
-        else:
-            reveal = masked
-        chosen = self.settings.sampler.pick(logits, self.rows, slots)
-        self._write(self.tokens, inside, reveal, chosen)
-        self._write(self.revealed_at, inside, reveal, self.nfe[:, None].expand_as(slots))
-        self._write(self.entropy, inside, reveal, entropy(logits))
-        finished = yields & ~self._eligible(inside, slots).any(dim=1)
-        self.start = torch.where(finished, self.start + slots.shape[1], self.start)
-        return torch.zeros_like(self.tokens, dtype=torch.bool).scatter_(1, inside, reveal)
-
-    def _eligible(self, inside: Tensor, slots: Tensor) -> Bool[Tensor, "batch block"]:
-        """Masked slots worth a forward: before the limit and before any EOS of the block."""
-        tokens = self.tokens.gather(1, inside)
-        past_eos = torch.isin(tokens, self.eos).cumsum(dim=1) > 0
-        return (tokens == self.model.mask_token_id) & (slots < self.limit[:, None]) & ~past_eos
-
-    @staticmethod
-    def _write(target: Tensor, index: Tensor, where: Tensor, value: Tensor) -> None:
-        target.scatter_(1, index, torch.where(where, value, target.gather(1, index)))
+        raise NotImplementedError
 
     def committed(self, slot: int) -> tuple[list[int], bool]:
         """Ids of a batch slot's gapless answer so far, and whether EOS or the limit ends it."""
@@ -178,15 +175,117 @@ class DecodeState:
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""
         index = torch.tensor(slots, device=self.tokens.device)
-        for name in (
-            "tokens",
-            "start",
-            "prompt_end",
-            "limit",
-            "rows",
-            "nfe",
-            "revealed_at",
-            "entropy",
-        ):
+        for name in self.PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.cache.select(index)
+
+    def _reveal(
+        self,
+        where: Bool[Tensor, "batch slots"],
+        slots: Int[Tensor, "batch slots"],
+        chosen: Int[Tensor, "batch slots"],
+        logits: Float[Tensor, "batch slots vocab"],
+    ) -> Bool[Tensor, "batch length"]:
+        """Write the chosen tokens at these positions; True there."""
+        inside = slots.clamp(max=self.tokens.shape[1] - 1)
+        values = (chosen, self.nfe[:, None].expand_as(slots), entropy(logits))
+        for target, value in zip(
+            (self.tokens, self.revealed_at, self.entropy), values, strict=True
+        ):
+            target.scatter_(1, inside, torch.where(where, value, target.gather(1, inside)))
+        return torch.zeros_like(self.tokens, dtype=torch.bool).scatter_(1, inside, where)
+
+
+class DecodeState(Rows):
+    """Rows in modes "sbd" and "ntp".
+
+    by_token_until  [batch] positions before this are decoded token by token: all in mode "ntp", in
+                    mode "sbd" the rest of a block that fell back.
+    """
+
+    PER_ROW = (*Rows.PER_ROW, "by_token_until")
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        settings: Settings,
+    ) -> None:
+        self.block_size = settings.block_size if settings.mode == "sbd" else 0
+        # The last forward of a row starts k tokens before the end and may hold 2k, to go with
+        # another row's.
+        super().__init__(model, prompts, rows, settings, scratch=self.block_size)
+        self.by_token_until = torch.zeros_like(self.start) if self.block_size else self.limit + 1
+
+    def step(self) -> Bool[Tensor, "batch length"]:
+        cached = self.cache.lengths.clone()
+        prefill, by_token = cached == 0, self.start < self.by_token_until
+        end = torch.where(prefill | by_token, self.start, self.start + self.block_size)
+        num_queries = int((end - cached).max())
+        position = cached[:, None] + torch.arange(num_queries, device=cached.device)
+        layout = decoding_layout(position, self.start, end)
+        queries = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
+        width = max(self.block_size, 1)
+        slots = self.start[:, None] + torch.arange(width, device=cached.device)
+        # A masked slot predicts itself, no shift; the last final token predicts the next one.
+        exact = (by_token | self.settings.next_token_seed) & (cached < self.start)
+        predicting = slots.clone()
+        predicting[:, 0] -= exact.long()
+        wanted = (predicting - cached[:, None]).clamp(max=num_queries - 1)
+        needed = torch.unique(wanted)
+        logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
+        self.cache.keep(self.start - cached)
+        index = torch.searchsorted(needed, wanted)
+        logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+
+        first = torch.zeros_like(slots, dtype=torch.bool)
+        first[:, 0] = exact  # slots whose next-token distribution is known
+        blocks = ~(prefill | by_token)
+        yields = blocks | exact
+        self.nfe += yields.long()
+        masked = self._eligible(slots) & yields[:, None]
+        reveal = masked & first
+        if blocks.any():
+            open_slots = masked & ~first & blocks[:, None]
+            if self.settings.fallback is not None:
+                open_slots = self._fall_back(logits, open_slots, self.settings.fallback)
+            reveal |= self.settings.solver.reveal(logits, open_slots)
+        chosen = self.settings.sampler.pick(logits, self.rows, slots)
+        revealed = self._reveal(reveal, slots, chosen, logits)
+        self._move_on(slots, yields)
+        return revealed
+
+    def _fall_back(
+        self,
+        logits: Float[Tensor, "batch slots vocab"],
+        open_slots: Bool[Tensor, "batch slots"],
+        bound: float,
+    ) -> Bool[Tensor, "batch slots"]:
+        """The slots that the solver may still choose from; a collapsed block has none."""
+        sure = (open_slots & (entropy(logits) <= bound)).any(dim=1)
+        collapsed = open_slots.any(dim=1) & ~sure
+        until = self.start + self.block_size
+        self.by_token_until = torch.where(collapsed, until, self.by_token_until)
+        return open_slots & ~collapsed[:, None]
+
+    def _move_on(self, slots: Int[Tensor, "batch slots"], yields: Bool[Tensor, " batch"]) -> None:
+        """Move `start` behind a finished block, and token by token behind each final token."""
+        finished = yields & ~self._eligible(slots).any(dim=1)
+        by_token = self.start < self.by_token_until
+        inside = slots.clamp(max=self.tokens.shape[1] - 1)
+        known = self.tokens.gather(1, inside) != self.model.mask_token_id
+        known &= slots < torch.maximum(self.by_token_until, self.start + 1)[:, None]
+        run = known.long().cumprod(dim=1).sum(dim=1)
+        step = torch.where(by_token, run, torch.where(finished, slots.shape[1], 0))
+        self.start = self.start + step
+        # The next token's distribution comes from the last final one, which must be a query.
+        behind = (self.start < self.by_token_until) & (self.cache.lengths == self.start)
+        if self.block_size and behind.any():
+            self.cache.forget(behind.long())
+
+    def _eligible(self, slots: Int[Tensor, "batch slots"]) -> Bool[Tensor, "batch slots"]:
+        """Masked slots worth a forward: before the limit and before any EOS of the block."""
+        tokens = self.tokens.gather(1, slots.clamp(max=self.tokens.shape[1] - 1))
+        past_eos = torch.isin(tokens, self.eos).cumsum(dim=1) > 0
+        return (tokens == self.model.mask_token_id) & (slots < self.limit[:, None]) & ~past_eos

@@ -113,7 +113,7 @@ def run(
         "task": family,
         "model": model.name,
         "mode": settings.mode,
-        "solver": str(settings.solver) if settings.mode == "sbd" else None,
+        "solver": str(settings.solver) if settings.uses_solver else None,
         **score.result(),
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from setblock.decode import DecodeState, Settings
+from setblock.decode import DecodeState, Rows, Settings
 from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
+from setblock.verified import BranchDrafts, SolverDrafts
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -16,9 +17,12 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; None or absent means the checkpoint's default.
 
-    mode: "sbd" or "ntp". solver: a Solver or its text, such as "entropy:0.35". block_size: slots of
-    a block. max_new_tokens: default 256. temperature: default 0, greedy. top_p, top_k: default off.
-    seed: of the sampling noise. stop: texts that end a row. ignore_eos: generate on past EOS.
+    mode: "sbd", "ntp" or "verified". solver: a Solver or its text, such as "entropy:0.35".
+    block_size: slots of a block. max_new_tokens: default 256. temperature: default 0, greedy.
+    top_p, top_k: default off. seed: of the sampling noise. stop: texts that end a row.
+    ignore_eos: generate on past EOS.
+    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds: of mode "verified"; see
+    decode.Settings.
     """
 
     mode: str | None
@@ -31,11 +35,18 @@ class Options(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
+    next_token_seed: bool
+    fallback: float | None
+    draft: str
+    branches: int | None
+    seeds: int
 
 
-def settings_for(model: Model, **options: Unpack[Options]) -> Settings:
+def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
     """The options as `Settings`, what is absent taken from the checkpoint.
 
+    Mode "verified" with neither block_size nor branches nor seeds given takes those that are
+    quickest by the arithmetic of `roofline.best_spending`, for `rows` rows decoded together.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -43,7 +54,12 @@ def settings_for(model: Model, **options: Unpack[Options]) -> Settings:
         raise TypeError(
             f"unknown options {sorted(unknown)}; known: {sorted(Options.__annotations__)}"
         )
-    given = {**model.defaults, **{k: v for k, v in options.items() if v is not None}}
+    typed = {k: v for k, v in options.items() if v is not None}
+    given = {**model.defaults, **typed}
+    branching = given["mode"] == "verified" and given.get("draft", "branches") == "branches"
+    if branching and not typed.keys() & {"block_size", "branches", "seeds"}:
+        best = model.best_spending(given["block_size"], rows)
+        given |= {"block_size": best.block_size, "branches": best.branches, "seeds": best.seeds}
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {
@@ -147,15 +163,15 @@ def stream(
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
     """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
-    settings = settings_for(model, **options)
-    ids = encode(model, prompts, chat)
-    for row, prompt in enumerate(ids):
-        _check_prompt(model, row, prompt, settings)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    ids = encode(model, prompts, chat)
+    size = max(min(batch_size or len(ids), len(ids)), 1)
+    settings = settings_for(model, size, **options)
+    for row, prompt in enumerate(ids):
+        _check_prompt(model, row, prompt, settings)
     # Rows of like length share a batch, so that the prompts' forward pads little.
     order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-    size = batch_size or max(len(ids), 1)
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     return (reveal for rows in batches for reveal in _stream_batch(model, ids, rows, settings))
 
@@ -196,7 +212,7 @@ def _stream_batch(
     model: Model, ids: list[list[int]], rows: list[int], settings: Settings
 ) -> Iterator[Reveal]:
     """Decode these rows together, to their ends."""
-    state = DecodeState(model, [ids[row] for row in rows], rows, settings)
+    state = _start(model, [ids[row] for row in rows], rows, settings)
     begin = time.perf_counter()
     prefill_s = None
     pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
@@ -226,8 +242,15 @@ def _stream_batch(
             state.select(going)
 
 
+def _start(model: Model, prompts: list[list[int]], rows: list[int], settings: Settings) -> Rows:
+    if settings.mode != "verified":
+        return DecodeState(model, prompts, rows, settings)
+    kind = BranchDrafts if settings.draft == "branches" else SolverDrafts
+    return kind(model, prompts, rows, settings)
+
+
 def _finish(
-    state: DecodeState,
+    state: Rows,
     slot: int,
     ids: list[int],
     pieces: "TextPieces",

@@ -26,6 +26,12 @@ COLORS = (
     "bright_magenta",
 )
 
+NAMES = {
+    "ntp": "token by token",
+    "sbd": "set block decoding",
+    "verified": "verified set block decoding",
+}
+
 
 def watch(
     model: Model,
@@ -79,7 +85,7 @@ def _answer(model: Model, slots: dict[int, tuple[int, int]]) -> Text:
 
 
 def _caption(generation: Generation) -> str:
-    mode = {"ntp": "token by token", "sbd": "set block decoding"}[generation.settings.mode]
+    mode = NAMES[generation.settings.mode]
     return (
         f"  {mode}: {generation.num_tokens} tokens in {generation.nfe} forwards, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.3f} s\n"
@@ -108,7 +114,7 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
         shown.add_column(column, justify="left" if named else "right", no_wrap=named)
     for row in totals:
         correct = "" if row["correct"] is None else f"{row['correct']} of {row['answers']}"
-        name = {"ntp": "token by token (ntp)", "sbd": "set block decoding (sbd)"}[row["mode"]]
+        name = f"{NAMES[row['mode']]} ({row['mode']})"
         shown.add_row(
             name,
             correct,

@@ -89,6 +89,26 @@ def decoding_layout(
     )
 
 
+def branches_layout(
+    first: Int[Tensor, "batch branches"], last: Int[Tensor, "batch branches"], size: int
+) -> Layout:
+    """Places of noisy blocks of `size` tokens side by side, [batch, branches * size].
+
+    A branch stands at [first, last), at most `size` positions, sees the clean tokens before `first`
+    and itself alone; its tokens from `last` on are padding.
+    """
+    position = first[..., None] + torch.arange(size, device=first.device)
+    block = torch.arange(first.shape[1], device=first.device)[:, None].expand_as(position)
+    padding = position >= last[..., None]
+    tensors = (
+        torch.where(padding, 0, position),
+        torch.where(padding, 1, first[..., None]),
+        torch.where(padding, CLEAN, block),
+        torch.where(padding, PADDING, 0),
+    )
+    return Layout(*(tensor.flatten(1) for tensor in tensors))
+
+
 def training_layout(
     position: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"], block_size: int
 ) -> Layout:

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
-from setblock import adapters
+from setblock import adapters, roofline
 from setblock.cache import PrefixCache
 from setblock.masks import Layout, flex_block_mask, visible
 
@@ -186,6 +186,15 @@ class Model:
         logits = output.logits.float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits
+
+    def best_spending(self, block_size: int, rows: int) -> roofline.Spending:
+        """Block length and branches of verified decoding that cost least on this machine."""
+        return roofline.best_spending(
+            roofline.dimensions_of(self.network.config),
+            roofline.device_of(self.device, self.dtype),
+            block_size,
+            rows,
+        )
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         """Token ids of a prompt, never empty; with `chat`, of a user's turn and the model's cue.

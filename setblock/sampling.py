@@ -46,12 +46,21 @@ class Sampler:
         rows: index of each row in the user's input, not its slot in the batch.
         position: absolute positions in the text, the prompt counted.
         """
+        return self.perturbed(logits, rows, position).argmax(dim=-1)
+
+    def perturbed(
+        self,
+        logits: Float[Tensor, "batch block vocab"],
+        rows: Int[Tensor, " batch"],
+        position: Int[Tensor, "batch block"],
+    ) -> Float[Tensor, "batch block vocab"]:
+        """What `pick` takes the argmax of: the logits, with the noise of their places if any."""
         if self.temperature == 0:
-            return logits.argmax(dim=-1)
+            return logits
         # The largest becomes 0 first, which no temperature, however small, makes overflow.
         logits = logits.float() - logits.float().amax(dim=-1, keepdim=True)
         kept = keep_likeliest(logits / self.temperature, self.top_k, self.top_p)
-        return (kept + self._noise(rows, position, logits)).argmax(dim=-1)
+        return kept + self._noise(rows, position, logits)
 
     def _noise(self, rows: Tensor, position: Tensor, logits: Tensor) -> Tensor:
         places = zip(rows.tolist(), position.tolist(), strict=True)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from setblock.masks import CLEAN, PADDING, Layout
 from setblock.model import DEFAULTS, Model, ModelError
+from setblock.roofline import Spending
 
 MASK, EOS, BOS = 0, 1, 2
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
@@ -45,6 +46,11 @@ class TableCache:
             assert 0 <= count <= len(new), f"row {row}: keep {count} of {len(new)} clean tokens"
             self.tokens[row] = self.tokens[row] + new[:count]
         self.staged = None
+
+    def forget(self, counts: Tensor) -> None:
+        for row, count in enumerate(counts.tolist()):
+            assert 0 <= count <= len(self.tokens[row])
+            self.tokens[row] = self.tokens[row][: len(self.tokens[row]) - count]
 
     def select(self, rows: Tensor) -> None:
         self.tokens = [self.tokens[row] for row in rows.tolist()]
@@ -114,6 +120,10 @@ class TableModel(Model):
         logits = torch.where((layout.block == CLEAN)[..., None], clean, noisy)
         logits[..., MASK] = -torch.inf
         return logits if logits_at is None else logits[:, logits_at]
+
+    def best_spending(self, block_size: int, rows: int) -> Spending:
+        """As on a machine where query tokens cost nothing."""
+        return Spending(block_size, block_size, 0, 1.0, 1.0)
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if chat and not self.chat:

@@ -184,6 +184,18 @@ def test_a_terminal_is_no_prompt(run, trained):
             ["--temperature", "1.5", "--top-p", "0.8", "--top-k", "20", "--seed", "7"],
             {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "seed": 7},
         ),
+        (
+            ["--mode", "sbd", "--next-token-seed", "--fallback", "0.5"],
+            {"mode": "sbd", "next_token_seed": True, "fallback": 0.5},
+        ),
+        (
+            ["--mode", "verified", "--branches", "3", "--seeds", "2"],
+            {"mode": "verified", "branches": 3, "seeds": 2},
+        ),
+        (
+            ["--mode", "verified", "--draft", "solver", "--solver", "fixed:3"],
+            {"mode": "verified", "draft": "solver", "solver": "fixed:3"},
+        ),
     ],
 )
 def test_the_command_answers_as_the_python_interface(run, trained, words, options):
@@ -218,6 +230,18 @@ def test_json_of_ntp(run, trained):
     assert answer["reveal_step"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert answer["tokens_per_forward"] == 1
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("ntp", None, None)
+
+
+def test_json_of_verified(run, trained):
+    """The ids of mode ntp; the default draft uses no solver."""
+    words = ["--prompt", "hi", "--max-new-tokens", "24", "--json"]
+    answer = run("generate", trained, *words, "--mode", "verified").json
+    assert set(KEYS) <= set(answer)
+    assert (
+        answer["token_ids"] == run("generate", trained, *words, "--mode", "ntp").json["token_ids"]
+    )
+    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("verified", None, 16)
+    assert answer["draft"] == "branches"
 
 
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
@@ -501,6 +525,23 @@ def test_evaluate_every_option(run, trained, tmp_path):
     assert result.err == ""
 
 
+def test_evaluate_in_verified_mode(run, trained):
+    words = ["--task", "lists", "--limit", "2", "--max-new-tokens", "8", "--json"]
+    modes = ["--mode", "ntp", "--mode", "verified", "--mode", "sbd"]
+    options = ["--branches", "2", "--seeds", "1", "--next-token-seed", "--fallback", "3"]
+    lines = run("evaluate", trained, *words, *modes, *options).json["results"]
+    assert [(one["mode"], one["solver"]) for one in lines] == [
+        ("ntp", None), ("sbd", "entropy:0.1"), ("verified", None)
+    ]  # fmt: skip
+    sbd, verified = (one["settings"] for one in lines[1:])
+    assert (sbd["next_token_seed"], sbd["fallback"]) == (True, 3)
+    assert (verified["branches"], verified["seeds"]) == (2, 1)
+    drafted = ["--mode", "verified", "--draft", "solver", "--solver", "fixed:2"]
+    [line] = run("evaluate", trained, *words, *drafted).json["results"]
+    assert (line["mode"], line["solver"]) == ("verified", "fixed:2")
+    assert line["settings"]["draft"] == "solver"
+
+
 def test_evaluate_shows_a_table(run, trained, checkpoint):
     """All five families, by default token by token and by blocks, of both models."""
     other = checkpoint("qwen3", settings={"trained": True})
@@ -565,6 +606,9 @@ def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypat
         (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
         (["--prompt", "a", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
         (["--promt", "a"], "No such option: --promt"),
+        (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
+        (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
+        (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
     ],
 )
 def test_wrong_words_of_generate(run, trained, words, message):
@@ -582,6 +626,10 @@ def test_wrong_words_of_generate(run, trained, words, message):
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
+        (["--mode", "verified", "--solver", "fixed:2"], "verified with --draft solver"),
+        (["--mode", "ntp", "--next-token-seed"], "--next-token-seed is for mode sbd"),
+        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, which --mode l"),
+        (["--mode", "verified", "--branches", "0"], "branches must be an integer of at least 1"),
         (["--limit", "1", "--block-size", "-1"], "block_size must be"),
         (["--limit", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),
     ],

@@ -13,10 +13,11 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("masks", "solvers", "execution", "sampling", "head", "data", "config"),
+    ("masks", "solvers", "execution", "sampling", "head", "data", "config", "roofline"),
     ("objective", "cache", "adapters", "nano"),
     ("model", "batches", "totals"),
     ("decode", "train"),
+    ("verified",),
     ("generation",),
     ("evaluate", "live", "watch"),
     ("answers",),

@@ -1,0 +1,267 @@
+"""Lossless decoding: blocks are drafted, and only what next-token decoding would say is kept.
+
+The causal pass over a draft gives the next-token distribution behind each of its tokens. The draft
+is accepted up to its first token that next-token decoding would not have produced, and the token
+that it would have produced there comes on top. Drafts only decide how many tokens a forward yields,
+never which.
+
+Every forward encodes `[final tokens without keys, draft]` causally. Where drafts come from:
+
+    BranchDrafts   blocks of masks in the same forward, one behind every length of the draft that
+                   may be accepted: one forward a cycle
+    SolverDrafts   a block that a solver fills in forwards of its own
+
+Sampling noise belongs to (seed, row, position), so that a draft can guess sampled tokens too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from setblock.decode import Rows, Settings
+from setblock.masks import branches_layout, decoding_layout
+from setblock.model import Model
+
+
+class VerifiedRows(Rows):
+    """Rows with a draft.
+
+    draft   [batch, block_size - 1] tokens proposed for `start` and after, the mask token where none
+    length  [batch] how many of them there are; never more than could be of use
+    All final tokens but the last are in the cache; of the prompt none before the first forward.
+    """
+
+    PER_ROW = (*Rows.PER_ROW, "draft", "length")
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        settings: Settings,
+        scratch: int,
+    ) -> None:
+        self.block_size = settings.block_size
+        super().__init__(model, prompts, rows, settings, scratch)
+        shape = len(prompts), self.block_size - 1
+        self.draft = torch.full(shape, model.mask_token_id, device=model.device)
+        self.length = torch.zeros_like(self.start)
+
+    def _texts(self, end: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
+        """(tokens, positions) of each row's text without keys, its draft included, up to `end`."""
+        cached = self.cache.lengths
+        width = int((end - cached).max())
+        position = cached[:, None] + torch.arange(width, device=cached.device)
+        tokens = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
+        if self.draft.shape[1]:
+            offset = position - self.start[:, None]
+            drafted = self.draft.gather(1, offset.clamp(0, self.draft.shape[1] - 1))
+            tokens = torch.where(offset >= 0, drafted, tokens)
+        return tokens, position
+
+    def _places(self, count: int) -> Int[Tensor, "batch count"]:
+        """The positions start, start + 1, ..."""
+        return self.start[:, None] + torch.arange(count, device=self.start.device)
+
+    def _verify(
+        self, logits: Float[Tensor, "batch block vocab"], verifying: Bool[Tensor, " batch"]
+    ) -> tuple[Int[Tensor, " batch"], Bool[Tensor, "batch length"]]:
+        """(accepted tokens of each row's draft, positions that are final now).
+
+        logits: next-token ones for the positions start, start + 1, ...
+        Effects: final tokens and `start`; keys of accepted tokens stay in the cache.
+        """
+        places = self._places(self.block_size)
+        exact = self.settings.sampler.pick(logits, self.rows, places)
+        offset = torch.arange(self.block_size, device=places.device)
+        same = (exact[:, :-1] == self.draft) & (offset[:-1] < self.length[:, None])
+        accepted = same.long().cumprod(dim=1).sum(dim=1)
+        revealed = self._reveal(
+            (offset <= accepted[:, None]) & verifying[:, None], places, exact, logits
+        )
+        kept = torch.where(verifying, self.start - self.cache.lengths + accepted, 0)
+        self.cache.keep(kept)
+        self.start = torch.where(verifying, self.start + accepted + 1, self.start)
+        return accepted, revealed
+
+    def _useful(self, draft: Int[Tensor, "batch draft"]) -> Int[Tensor, " batch"]:
+        """How many tokens of a draft behind `start` are worth a query.
+
+        The token after the last accepted one is free, and nothing comes behind an EOS.
+        """
+        room = (self.limit - self.start - 1).clamp(0, draft.shape[1])
+        ends = torch.isin(draft, self.eos)
+        before_end = (ends.cumsum(dim=1) - ends.long() == 0).sum(dim=1)  # that EOS included
+        return torch.minimum(room, before_end)
+
+
+class SolverDrafts(VerifiedRows):
+    """Rows whose drafts a solver makes.
+
+    The block is [last final token, masks]; its forwards leave nothing in the cache.
+    drafting  [batch] whether the row's next forward drafts
+    """
+
+    PER_ROW = (*VerifiedRows.PER_ROW, "drafting")
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        settings: Settings,
+    ) -> None:
+        super().__init__(model, prompts, rows, settings, scratch=settings.block_size)
+        self.drafting = torch.zeros_like(self.start, dtype=torch.bool)
+
+    def step(self) -> Bool[Tensor, "batch length"]:
+        cached = self.cache.lengths.clone()
+        block_end = torch.minimum(self.start + self.block_size - 1, self.limit)
+        end = torch.where(self.drafting, block_end, self.start + self.length)
+        queries, position = self._texts(end)
+        layout = decoding_layout(position, torch.where(self.drafting, cached, end), end)
+        # A mask predicts itself, a clean token the next one.
+        first = self.start - torch.where(self.drafting, 0, 1)
+        offset = torch.arange(self.block_size, device=cached.device)
+        wanted = (first - cached)[:, None] + offset
+        wanted = wanted.clamp(max=queries.shape[1] - 1)
+        needed = torch.unique(wanted)
+        logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
+        index = torch.searchsorted(needed, wanted)
+        logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+        self.nfe += 1
+
+        verifying = ~self.drafting
+        if self.drafting.any():
+            self._fill(logits[:, :-1])
+        _, revealed = self._verify(logits, verifying)
+        fresh = torch.full_like(self.draft, self.model.mask_token_id)
+        self.draft = torch.where(verifying[:, None], fresh, self.draft)
+        self.length = torch.where(verifying, 0, self.length)
+        self.drafting = self._open().any(dim=1)
+        done = ~verifying & ~self.drafting
+        self.length = torch.where(done, self._useful(self.draft), self.length)
+        return revealed
+
+    def _open(self) -> Bool[Tensor, "batch draft"]:
+        """Masked slots of the draft that are worth a forward."""
+        offset = torch.arange(self.draft.shape[1], device=self.draft.device)
+        masked = self.draft == self.model.mask_token_id
+        return masked & (offset < self._useful(self.draft)[:, None])
+
+    def _fill(self, logits: Float[Tensor, "batch draft vocab"]) -> None:
+        """What the solver reveals in the blocks of rows that draft."""
+        reveal = self.settings.solver.reveal(logits, self._open() & self.drafting[:, None])
+        chosen = self.settings.sampler.pick(logits, self.rows, self._places(self.draft.shape[1]))
+        self.draft = torch.where(reveal, chosen, self.draft)
+
+
+class BranchDrafts(VerifiedRows):
+    """Rows whose next draft is made while the current one is verified.
+
+    Behind each accepted length stands a branch: a block of masks that sees the text up to there. It
+    does not see the token that verification will put behind the accepted ones; seeded branches
+    guess it, by the draft's next likeliest tokens.
+    confidence  [batch, block_size - 1] probability that drafting gave each drafted token
+    runners     [batch, block_size - 1, seeds] its next likeliest tokens
+    """
+
+    PER_ROW = (*VerifiedRows.PER_ROW, "confidence", "runners")
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        settings: Settings,
+    ) -> None:
+        size = settings.block_size
+        lengths = size if settings.branches is None else min(settings.branches, size)
+        self.num_lengths = lengths if size > 1 else 0  # blocks of one token have no draft
+        num_branches = self.num_lengths * (1 + settings.seeds)
+        super().__init__(model, prompts, rows, settings, scratch=size * (1 + num_branches))
+        self.confidence = torch.zeros(self.draft.shape, device=self.draft.device)
+        self.runners = torch.full(
+            (*self.draft.shape, settings.seeds), model.mask_token_id, device=self.draft.device
+        )
+
+    def step(self) -> Bool[Tensor, "batch length"]:
+        cached = self.cache.lengths.clone()
+        end = self.start + self.length
+        texts, position = self._texts(end)
+        layout = decoding_layout(position, end, end)
+        accepted, seeds, used = self._plan()
+        masks = torch.full((*seeds.shape, self.block_size), self.model.mask_token_id).to(texts)
+        masks[:, :, 0] = seeds
+        first = self.start[:, None] + accepted
+        last = torch.where(used, torch.minimum(first + self.block_size, self.limit[:, None]), first)
+        branches = branches_layout(first, last, self.block_size)
+        queries = torch.cat([texts, masks.flatten(1)], dim=1)
+        offset = torch.arange(self.block_size, device=cached.device)
+        wanted = (self.start - 1 - cached)[:, None] + offset
+        wanted = wanted.clamp(max=texts.shape[1] - 1)
+        needed = torch.unique(wanted)
+        noisy = torch.arange(texts.shape[1], queries.shape[1], device=cached.device)
+        logits = self.model.forward(
+            queries, layout.cat(branches), self.cache, logits_at=torch.cat([needed, noisy])
+        )
+        self.nfe += 1
+        vocab = logits.shape[-1]
+        index = torch.searchsorted(needed, wanted)
+        exact = logits.gather(1, index[..., None].expand(-1, -1, vocab))
+        counts, revealed = self._verify(exact, torch.ones_like(self.start, dtype=torch.bool))
+        new = self.tokens.gather(1, (self.start - 1)[:, None])
+        # A branch that saw the new token is worth more than one that did not.
+        fits = used & (accepted == counts[:, None])
+        blind = seeds == self.model.mask_token_id
+        worth = (fits & (seeds == new)).long() * 2 + (fits & blind).long()
+        self._redraft(logits[:, len(needed) :], worth)
+        return revealed
+
+    def _plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(accepted length, token in the first slot, whether in use) of branches [batch, count].
+
+        The likeliest lengths, as if each drafted token were accepted with the probability that
+        drafting gave it, independently of the others.
+        """
+        offset = torch.arange(self.draft.shape[1], device=self.draft.device)
+        inside = offset < self.length[:, None]
+        right = torch.where(inside, self.confidence, 0)
+        one = right.new_ones(len(right), 1)
+        reached = torch.cat([one, right.cumprod(dim=1)], dim=1)
+        chance = reached * (1 - torch.cat([right, torch.zeros_like(one)], dim=1))
+        possible = torch.arange(chance.shape[1], device=chance.device) <= self.length[:, None]
+        chance = torch.where(possible, chance, -1)
+        likeliest, accepted = chance.topk(self.num_lengths, dim=1)
+        used = likeliest >= 0
+        columns = [(accepted, torch.full_like(accepted, self.model.mask_token_id), used)]
+        if self.settings.seeds and self.num_lengths:
+            at = accepted.clamp(max=self.draft.shape[1] - 1)
+            for runner in self.runners.unbind(dim=2):
+                drafted = used & (accepted < self.length[:, None])
+                columns.append((accepted, runner.gather(1, at), drafted))
+        accepted, seeds, used = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
+        needed = used.any(dim=0)
+        return accepted[:, needed], seeds[:, needed], used[:, needed]
+
+    def _redraft(
+        self, logits: Float[Tensor, "batch slots vocab"], worth: Int[Tensor, "batch branches"]
+    ) -> None:
+        """Take the next draft from each row's best branch; rows without one have no draft."""
+        if not worth.shape[1]:
+            self.length = torch.zeros_like(self.length)
+            return
+        best, branch = worth.max(dim=1)
+        slots = branch[:, None] * self.block_size + torch.arange(
+            1, self.block_size, device=branch.device
+        )
+        logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
+        places = self._places(self.block_size - 1)
+        ranked = self.settings.sampler.perturbed(logits, self.rows, places).topk(
+            1 + self.settings.seeds, dim=-1
+        )
+        self.draft, self.runners = ranked.indices[..., 0], ranked.indices[..., 1:]
+        self.confidence = logits.softmax(dim=-1).gather(-1, self.draft[..., None])[..., 0]
+        self.length = torch.where(best > 0, self._useful(self.draft), 0)

@@ -1,0 +1,304 @@
+"""Verified decoding: the tokens of next-token decoding, always, in fewer forwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from fakes import EOS, TableModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import PROMPTS, SLOW, SOLVERS, networks, prompts, recorded, with_ends
+
+from setblock.decode import DecodeState
+from setblock.generation import Generation, generate, settings_for
+from setblock.masks import CLEAN, PADDING, Layout, branches_layout, visible
+from setblock.model import Model
+from setblock.verified import BranchDrafts
+
+__all__ = ["networks"]  # a fixture
+
+
+def pair(model: Model, texts: list[list[int]], batch_size: int | None, **options: Any):
+    """(next-token, verified) generations of the same prompts and options."""
+    own = {"draft", "branches", "seeds", "solver", "block_size"}
+    plain = {name: value for name, value in options.items() if name not in own}
+    exact = generate(model, texts, mode="ntp", **plain)
+    drafted = generate(model, texts, mode="verified", batch_size=batch_size, **options)
+    return exact, drafted
+
+
+def assert_lossless(exact: list[Generation], drafted: list[Generation], one_forward: bool) -> None:
+    for one, other in zip(exact, drafted, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.text == one.text
+        assert other.finish_reason == one.finish_reason
+        assert other.entropy == pytest.approx(one.entropy, abs=1e-4)
+        steps = other.reveal_step
+        assert list(steps) == sorted(steps)
+        assert steps[-1] == other.nfe, "no forward after the last token"
+        if one_forward:
+            assert other.nfe <= one.nfe
+            assert set(steps) == set(range(1, other.nfe + 1)), "each forward yields a token"
+
+
+@st.composite
+def options(draw, max_new_tokens: int):
+    """Any options of mode "verified"."""
+    chosen: dict[str, Any] = {
+        "block_size": draw(st.integers(1, 17)),
+        "max_new_tokens": draw(st.integers(1, max_new_tokens)),
+        "ignore_eos": draw(st.booleans()),
+        "draft": draw(st.sampled_from(["branches", "branches", "solver"])),
+    }
+    if chosen["draft"] == "solver":
+        chosen["solver"] = draw(st.sampled_from(SOLVERS))
+    else:
+        chosen["branches"] = draw(st.sampled_from([None, 1, 2, 5, 40]))
+        chosen["seeds"] = draw(st.sampled_from([0, 1, 3]))
+    if draw(st.booleans()):
+        chosen["temperature"] = draw(st.sampled_from([0.3, 1.0, 1.5]))
+        chosen["top_k"] = draw(st.sampled_from([0, 3]))
+        chosen["top_p"] = draw(st.sampled_from([1.0, 0.8]))
+        chosen["seed"] = draw(st.integers(0, 2**62))
+    return chosen
+
+
+@given(data=st.data())
+@settings(max_examples=40, **SLOW)
+def test_random_networks_say_what_next_token_decoding_says(networks, data) -> None:
+    kind = data.draw(st.sampled_from(["llama", "qwen3"]))
+    model = networks[kind, data.draw(st.integers(0, 2))]
+    model = with_ends(model, data.draw(st.sampled_from([4, 9, 1000])))
+    texts = data.draw(prompts(range(3, 12), 4))
+    chosen = data.draw(options(40))
+    batch_size = data.draw(st.sampled_from([None, 1, 2]))
+    assert_lossless(*pair(model, texts, batch_size, **chosen), chosen["draft"] == "branches")
+
+
+@given(data=st.data(), seed=st.integers(0, 20))
+@settings(max_examples=150, **SLOW)
+def test_random_tables_say_what_next_token_decoding_says(data, seed) -> None:
+    """Without a network there are no last bits: also with stop texts, and many more cases."""
+    model = TableModel.random(seed)
+    texts = data.draw(prompts(range(3, 12), 4))
+    chosen = data.draw(options(60))
+    chosen["stop"] = data.draw(st.sampled_from([(), ("ab",), ("c", "dd")]))
+    batch_size = data.draw(st.sampled_from([None, 1, 2]))
+    assert_lossless(*pair(model, texts, batch_size, **chosen), chosen["draft"] == "branches")
+
+
+@pytest.mark.parametrize("seeds", [0, 1])
+def test_a_model_whose_drafts_are_always_right(seeds) -> None:
+    """k tokens a forward, after the prompt's own, which yields one."""
+    model = TableModel.spelling("the quick brown fox jumps over the lazy dog" * 2, start=4)
+    [result] = generate(
+        model, [[5, 6, 7, 8]], mode="verified", block_size=8, seeds=seeds, max_new_tokens=65
+    )
+    assert result.num_tokens == 65
+    assert result.nfe == 1 + 64 // 8
+    assert result.tokens_per_forward == 65 / 9
+
+
+def test_a_model_whose_drafts_are_always_wrong() -> None:
+    """One token a forward, like next-token decoding: a wrong draft costs no forward."""
+    model = TableModel.spelling("the quick brown fox", start=4)
+    model.noisy = model.noisy.roll(1, dims=1)
+    exact, drafted = pair(model, [[5, 6, 7, 8]], None, block_size=8, max_new_tokens=19)
+    assert drafted[0].token_ids == exact[0].token_ids
+    assert drafted[0].nfe == exact[0].nfe == 19
+
+
+def test_solver_drafts_cost_their_forwards_and_one() -> None:
+    """Blocks of 8: the last final token and 7 masks, revealed two at a time in four forwards."""
+    model = TableModel.spelling("the quick brown fox jumps over the lazy dog", start=4)
+    options = {"mode": "verified", "draft": "solver", "solver": "fixed:2", "block_size": 8}
+    [result] = generate(model, [[5, 6, 7, 8]], **options, max_new_tokens=33)  # type: ignore[arg-type]
+    assert result.num_tokens == 33
+    assert result.nfe == 1 + (32 // 8) * (4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("branches", "seeds", "expected"),
+    [(None, 0, 8 + 8 * 8), (3, 0, 8 + 3 * 8), (3, 2, 8 + 3 * 3 * 8), (1, 0, 8 + 8)],
+)
+def test_query_tokens_of_a_cycle(networks, branches, seeds, expected) -> None:
+    """The draft with the last final token, then the branches; a full draft has no seed behind."""
+    watched, layouts = recorded(networks["llama", 0])
+    options = {"block_size": 8, "branches": branches, "seeds": seeds, "ignore_eos": True}
+    generate(watched, [PROMPTS[1]], mode="verified", max_new_tokens=40, **options)  # type: ignore[arg-type]
+    assert layouts[0].position.shape[1] == len(PROMPTS[1]) + 8, "one branch behind the prompt"
+    most = max(layout.position.shape[1] for layout in layouts)
+    assert most == expected
+
+
+def test_no_branch_sees_another_and_each_sees_the_accepted_draft_alone() -> None:
+    first = torch.tensor([[4, 6], [9, 9]])
+    last = torch.tensor([[7, 8], [12, 9]])
+    layout = branches_layout(first, last, 3)
+    assert layout.position.tolist() == [[4, 5, 6, 6, 7, 0], [9, 10, 11, 0, 0, 0]]
+    assert layout.block.tolist() == [[0, 0, 0, 1, 1, CLEAN], [0, 0, 0, CLEAN, CLEAN, CLEAN]]
+    assert layout.document.tolist() == [[0, 0, 0, 0, 0, PADDING], [0, 0, 0] + [PADDING] * 3]
+    position = torch.arange(8)[None].expand(2, -1)
+    text = Layout(position, position + 1, torch.full_like(position, CLEAN), position * 0)
+    seen = visible(layout, text.cat(layout))[:, 0]
+    for row, branch in ((0, 0), (0, 1), (1, 0)):
+        begin = int(first[row, branch])
+        for slot in range(3 * branch, 3 * branch + 3):
+            if layout.document[row, slot] == PADDING:
+                continue
+            assert seen[row, slot, :8].tolist() == [place < begin for place in range(8)]
+            own = [int(block) == branch for block in layout.block[row]]
+            assert seen[row, slot, 8:].tolist() == own
+
+
+def test_seeded_branches_guess_the_token_behind_a_rejected_draft() -> None:
+    """Drafts whose second choice is always right: with one seed every forward's branch saw it."""
+    model = TableModel.spelling("the quick brown fox jumps over the lazy dog", start=4)
+    right = model.noisy.clone()
+    model.noisy = right + 2 * right.roll(1, dims=1)  # the wrong letter first, the right one second
+    state = BranchDrafts(
+        model, [[5, 6, 7, 8]], [0], settings_for(model, mode="verified", block_size=6, seeds=1)
+    )
+    state.step()
+    assert torch.equal(state.runners[0, :, 0], right[5:10].argmax(dim=-1))
+    accepted, seeds, used = state._plan()
+    pairs = {(int(a), int(s)) for a, s, u in zip(accepted[0], seeds[0], used[0], strict=True) if u}
+    for count in range(5):
+        assert (count, model.mask_token_id) in pairs
+        assert (count, int(state.runners[0, count, 0])) in pairs
+    assert (5, model.mask_token_id) in pairs
+    assert len(pairs) == 11
+
+
+def test_the_cache_holds_final_tokens_alone() -> None:
+    model = TableModel.random(3)
+    run = settings_for(model, mode="verified", block_size=5, max_new_tokens=30, ignore_eos=True)
+    state = BranchDrafts(model, [[4, 5], [6, 7, 8]], [0, 1], run)
+    for _ in range(12):
+        state.step()
+        for slot, held in enumerate(state.cache.tokens):  # type: ignore[attr-defined]
+            start = int(state.start[slot])
+            assert held == state.tokens[slot, : start - 1].tolist()
+        if (state.start >= state.limit).any():
+            break
+
+
+def test_an_end_in_the_prompts_own_forward() -> None:
+    model = TableModel.spelling("", start=2)
+    [result] = generate(model, [[5, 6]], mode="verified", block_size=4, max_new_tokens=9)
+    assert result.token_ids == (EOS,)
+    assert (result.nfe, result.finish_reason) == (1, "eos")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mode": "verified", "draft": "tree"}, "draft must be one of branches, solver, got 'tr"),
+        ({"mode": "verified", "branches": 0}, "branches must be an integer of at least 1, got 0"),
+        ({"mode": "verified", "seeds": -1}, "seeds must be an integer of at least 0, got -1"),
+        ({"mode": "verified", "seeds": True}, "seeds must be an integer of at least 0, got True"),
+        ({"mode": "sbd", "seeds": 1}, "seeds is for mode verified, got 1 in mode sbd"),
+        ({"mode": "ntp", "branches": 2}, "branches is for mode verified, got 2 in mode ntp"),
+        ({"mode": "verified", "fallback": 1.0}, "fallback is for mode sbd, got 1.0 in mode ver"),
+        ({"mode": "ntp", "next_token_seed": True}, "next_token_seed is for mode sbd, got True"),
+        ({"mode": "sbd", "fallback": -1.0}, "fallback must be an entropy of at least 0, got -1"),
+        ({"mode": "sbd", "fallback": float("nan")}, "fallback must be an entropy of at least 0"),
+        (
+            {"mode": "verified", "draft": "solver", "branches": 2},
+            "branches is for draft 'branches', got 2 with draft 'solver'",
+        ),
+    ],
+)
+def test_wrong_options(wrong, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings_for(TableModel.random(), **wrong)
+
+
+# ------------------------------------------------------------------ helpers of mode "sbd"
+
+
+def test_a_next_token_seed_is_the_next_token(networks) -> None:
+    """The first token of every block is what next-token decoding says after the text before it."""
+    model = with_ends(networks["qwen3", 1], 1000)
+    options = {"mode": "sbd", "solver": "fixed:3", "block_size": 4, "max_new_tokens": 18}
+    for result, prompt in zip(
+        generate(model, PROMPTS, **options, next_token_seed=True),  # type: ignore[arg-type]
+        PROMPTS,
+        strict=True,
+    ):
+        for first in range(0, 18, 4):
+            text = [*prompt, *result.token_ids[:first]]
+            [exact] = generate(model, [text], mode="ntp", max_new_tokens=1)
+            assert result.token_ids[first] == exact.token_ids[0]
+        # The prompt's forward yields one; then 3, or the exact one and 3, of each block.
+        assert result.nfe == 1 + 1 + 1 + 1 + 1 + 1
+
+
+def test_a_next_token_seed_of_blocks_of_one_token_is_next_token_decoding(networks) -> None:
+    model = with_ends(networks["llama", 2], 7)
+    exact = generate(model, PROMPTS, mode="ntp", max_new_tokens=11)
+    seeded = generate(
+        model, PROMPTS, mode="sbd", block_size=1, next_token_seed=True, max_new_tokens=11
+    )
+    assert [one.token_ids for one in seeded] == [one.token_ids for one in exact]
+    assert [one.nfe for one in seeded] == [one.nfe for one in exact]
+
+
+@pytest.mark.parametrize("seed_first", [False, True])
+def test_a_block_that_collapses_at_once_is_decoded_token_by_token(networks, seed_first) -> None:
+    """A bound below every entropy: next-token decoding, and one forward more for each block."""
+    model = with_ends(networks["llama", 1], 9)
+    exact = generate(model, PROMPTS, mode="ntp", max_new_tokens=21)
+    options = {"block_size": 6, "fallback": 0.0, "next_token_seed": seed_first}
+    fallen = generate(model, PROMPTS, mode="sbd", max_new_tokens=21, **options)  # type: ignore[arg-type]
+    for one, other in zip(exact, fallen, strict=True):
+        assert other.token_ids == one.token_ids
+        blocks = -(-other.num_tokens // 6)
+        wasted = 1 if seed_first else blocks
+        assert other.nfe <= one.nfe + wasted
+
+
+@given(data=st.data(), seed=st.integers(0, 20))
+@settings(max_examples=100, **SLOW)
+def test_a_fallback_costs_one_forward_a_block_at_most(data, seed) -> None:
+    model = TableModel.random(seed)
+    texts = data.draw(prompts(range(3, 12), 3))
+    size = data.draw(st.integers(1, 9))
+    options = {
+        "mode": "sbd",
+        "block_size": size,
+        "solver": data.draw(st.sampled_from(SOLVERS)),
+        "fallback": data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0, 10.0])),
+        "next_token_seed": data.draw(st.booleans()),
+        "max_new_tokens": data.draw(st.integers(1, 40)),
+    }
+    alone = [generate(model, [text], **options)[0] for text in texts]  # type: ignore[arg-type]
+    for result in alone:
+        assert result.nfe <= result.num_tokens + -(-result.num_tokens // size) + size
+    for batch_size in (None, 2):
+        together = generate(model, texts, batch_size=batch_size, **options)  # type: ignore[arg-type]
+        assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+        assert [one.nfe for one in together] == [one.nfe for one in alone]
+
+
+def test_tokens_revealed_before_a_collapse_stay() -> None:
+    """Slots 0 and 2 are sure, the rest are not: the rest comes from the next-token half."""
+    model = TableModel.spelling("abcdefgh", start=2)
+    flat = [3, 5, 6, 7]  # positions of slots 1, 3, 4, 5
+    model.noisy[flat] = 0.0
+    model.noisy[4] = model.noisy[4].roll(1)  # slot 2 is sure of the wrong letter
+    state = DecodeState(
+        model,
+        [[4, 4]],
+        [0],
+        settings_for(model, mode="sbd", block_size=6, solver="confidence:0.9", fallback=0.5),
+    )
+    state.step()  # the prompt
+    state.step()
+    assert state.by_token_until[0] == 0
+    state.step()  # nothing but unsure slots: falls back, reveals nothing
+    assert state.by_token_until[0] == 8
+    for _ in range(4):
+        state.step()
+    assert model.decode(state.committed(0)[0]) == "abddef"
+    assert state.nfe[0] == 6, "one forward more than six tokens, one less for the pair revealed"
