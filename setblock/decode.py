@@ -243,7 +243,7 @@ class DecodeState(Rows):
         first[:, 0] = exact  # slots whose next-token distribution is known
         blocks = ~(prefill | by_token)
         yields = blocks | exact
-        self.nfe += yields.long()
+        self.nfe = self.nfe + yields.long()
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
         if blocks.any():

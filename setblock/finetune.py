@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
@@ -238,17 +240,15 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
 
 
 def merge(model: Model, output_dir: Path, dtype: str) -> None:
-    """Writes the model, its adapter folded in, as one checkpoint.
+    """Writes the model, its adapter folded in if it has one, as one checkpoint.
 
-    Raises: ValueError for a gated adapter, and for a model without one.
+    Raises: ValueError for a gated adapter.
     """
     if model.gated:
         raise ValueError(
             f"{model.name} is a gated adapter: it acts on masked positions alone, and one set of "
             "weights can't be the base on some positions and something else on others"
         )
-    if not model.adapted:
-        raise ValueError(f"{model.name} is a whole checkpoint; there is no adapter to merge")
     network: Any = model.network
     network.to(DTYPES[dtype]).save_pretrained(output_dir)
     model.tokenizer.save_pretrained(output_dir)
@@ -257,10 +257,11 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
 
 
 def estimate(trainer: SBDTrainer) -> dict[str, Any]:
-    """What the run will take: bytes by arithmetic, seconds by one micro-batch tried now.
+    """What the run will take: bytes by arithmetic, seconds and peak by one micro-batch tried now.
 
-    Activations are not in the bytes: they depend on the kernels. With several processes nothing is
-    tried, and the bytes are those of a process that holds everything (as with DDP).
+    peak_bytes: what this process held at most until now, activations included, the optimizer not.
+    With several processes nothing is tried, and the bytes are those of a process that holds
+    everything (as with DDP).
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
     """
     args, network = trainer.args, trainer.model
@@ -272,6 +273,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         "weight_bytes": weights,
         "gradient_bytes": 4 * trained,
         "optimizer_bytes": 8 * trained if "adam" in str(args.optim).lower() else None,
+        "peak_bytes": None,
         "tokens_per_second": None,
         "steps": None,
         "seconds": None,
@@ -303,9 +305,18 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         batches = math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
         steps = math.ceil(math.ceil(batches / per_step) * args.num_train_epochs)
     cost["tokens_per_second"] = tokens / seconds
+    cost["peak_bytes"] = _peak_bytes(args.device)
     if steps > 0:
         cost |= {"steps": steps, "seconds": seconds * per_step * steps}
     return cost
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held, on the device or, on a CPU, altogether."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of what getrusage says
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def describe(cost: dict[str, Any]) -> str:
@@ -316,6 +327,9 @@ def describe(cost: dict[str, Any]) -> str:
         f"weights, gradients and optimizer take {sum(filter(None, held)) / 2**30:.2f} GiB beside "
         "the activations"
     )
+    if cost["peak_bytes"] is not None:
+        without = cost["peak_bytes"] / 2**30
+        line += f" (a micro-batch without the optimizer reached {without:.2f} GiB)"
     if cost["tokens_per_second"] is not None:
         line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
     if cost["seconds"] is not None:

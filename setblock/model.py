@@ -29,7 +29,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
-from setblock import adapters, roofline
+from setblock import adapters, machines, roofline
 from setblock.cache import PrefixCache
 from setblock.masks import Layout, flex_block_mask, visible
 
@@ -190,8 +190,8 @@ class Model:
     def best_spending(self, block_size: int, rows: int) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on this machine."""
         return roofline.best_spending(
-            roofline.dimensions_of(self.network.config),
-            roofline.device_of(self.device, self.dtype),
+            machines.dimensions_of(self.network.config),
+            machines.device_of(self.device, self.dtype),
             block_size,
             rows,
         )

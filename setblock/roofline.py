@@ -3,74 +3,32 @@
 An operation takes max(flops / peak, bytes / bandwidth); a forward is its linear layers, one after
 another, and its attention. No launches, norms or communication. Two sets of dimensions: `PAPER` is
 the printed code of arXiv:2509.04185, whose feed-forward layer is 4096 times too wide and whose
-tables 3 and 4 follow from it; `dimensions_of` is the true model's, with its output layer.
+tables 3 and 4 follow from it; `machines.MODELS` has the true ones, with their output layers.
 """
 
-import functools
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a machine can do: flops per second of linear layers and attention, bytes per second."""
+    """What a machine can do: flops per second of linear layers and attention, bytes per second.
+
+    bytes_per_value: of what layers read and write; bytes_per_cached: of keys and values.
+    """
 
     name: str
     linear_flops: float
     attention_flops: float
     bandwidth: float
     bytes_per_weight: float = 1.0
-    bytes_per_value: float = 1.0  # of activations and of the cache
+    bytes_per_value: float = 1.0
+    bytes_per_cached: float = 1.0
 
 
 # As printed in the paper: FP8 linear layers, BF16 attention; its bandwidth is 10 % above the data
 # sheet's 3.35e12.
-PAPER_H100 = Device("H100, as in the paper", 1978e12, 989e12, 3.35 * 1024**4)
-DEVICES = {
-    "H100": Device("H100", 1978e12, 989e12, 3.35e12),
-    "H200": Device("H200", 1978e12, 989e12, 4.8e12),
-}
-
-
-def device_of(device: torch.device, dtype: torch.dtype) -> Device:
-    """A known GPU by its data sheet, anything else as measured now, once."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    if device.type == "cuda":
-        found = torch.cuda.get_device_name(device)
-        for name, known in DEVICES.items():
-            if name in found:  # sheets say FP8 for linear layers; wider types run at BF16's rate
-                flops = known.linear_flops if size == 1 else known.attention_flops
-                return replace(
-                    known, linear_flops=flops, bytes_per_weight=size, bytes_per_value=size
-                )
-    return _measured(str(device), dtype)
-
-
-@functools.cache
-def _measured(device: str, dtype: torch.dtype) -> Device:
-    """By multiplying matrices (flops) and a vector with a matrix (bandwidth), a few times each."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    square = torch.ones(1024, 1024, device=device, dtype=dtype)
-    wide = torch.ones(1024, 32 * 2**20 // 1024 // size, device=device, dtype=dtype)
-    flops = 2 * square.numel() * 1024 / _seconds(lambda: square @ square, device)
-    bandwidth = wide.numel() * size / _seconds(lambda: square[:1] @ wide, device)
-    return Device(device, flops, flops, bandwidth, size, size)
-
-
-def _seconds(operation: Callable[[], Any], device: str) -> float:
-    """The shortest of five times."""
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        operation()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+PAPER_H100 = Device("h100-paper", 1978e12, 989e12, 3.35 * 1024**4)
 
 
 @dataclass(frozen=True)
@@ -97,31 +55,6 @@ def _printed() -> Dimensions:
 
 
 PAPER = _printed()
-LLAMA_8B = Dimensions(
-    32,
-    (
-        *((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)),
-        *((4096, 14336), (4096, 14336), (14336, 4096)),
-    ),
-    attention=4096,
-    cache=1024,
-    output=(4096, 128256),
-)
-
-
-def dimensions_of(config: Any) -> Dimensions:
-    """Those of a transformers configuration, its feed-forward layers taken to be gated."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or hidden // heads
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head
-    wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    linears = (
-        *((hidden, heads * head), (hidden, keys), (hidden, keys), (heads * head, hidden)),
-        *((hidden, wide), (hidden, wide), (wide, hidden)),
-    )
-    return Dimensions(
-        config.num_hidden_layers, linears, heads * head, keys, (hidden, config.vocab_size)
-    )
 
 
 def forward_s(
@@ -131,7 +64,8 @@ def forward_s(
     tokens = batch * queries
     block = sum(_linear_s(device, tokens, *shape) for shape in dimensions.linears)
     keys = batch * cached * dimensions.cache
-    moved = (2 * tokens * dimensions.attention + 2 * keys) * device.bytes_per_value
+    moved = 2 * tokens * dimensions.attention * device.bytes_per_value
+    moved += 2 * keys * device.bytes_per_cached
     flops = 4 * tokens * cached * dimensions.attention
     attention = max(moved / device.bandwidth, flops / device.attention_flops)
     output = _linear_s(device, tokens, *dimensions.output) if dimensions.output else 0.0
@@ -164,6 +98,50 @@ def speedup(
 
     blocks = seconds(2 * block_size) + (forwards - 1) * seconds(block_size)
     return block_size * seconds(1) / blocks
+
+
+def expected_tokens(block_size: int, branches: int, acceptance: float) -> float:
+    """Tokens that a forward of verified decoding yields in the mean; see `best_spending`.
+
+    A cycle with a draft is followed, with the probability that no branch was met, by one without.
+    """
+    missed = _missed(block_size, branches, acceptance)
+    drafted = sum(acceptance**count for count in range(block_size))
+    return (drafted + missed) / (1 + missed)
+
+
+def _missed(block_size: int, branches: int, acceptance: float) -> float:
+    """The probability that the accepted length is not among the likeliest `branches`."""
+    stops = [acceptance**count * (1 - acceptance) for count in range(block_size - 1)]
+    return 1 - sum(sorted([*stops, acceptance ** (block_size - 1)], reverse=True)[:branches])
+
+
+def tables(
+    dimensions: Dimensions,
+    device: Device,
+    batches: Sequence[int],
+    cached: Sequence[int],
+    block_sizes: Sequence[int],
+    nfe_speedups: Sequence[int],
+) -> dict[str, list[dict[str, float | int]]]:
+    """Tables 3 and 4 of the paper for any model and machine, one entry a cell.
+
+    table3: how much longer a forward of block_size tokens takes than one of 1. table4: the
+    wall-clock speed-up of blocks that take nfe_speedup times fewer forwards than tokens, for block
+    sizes of at least 8.
+    """
+    slower, faster = [], []
+    for batch in batches:
+        for kv in cached:
+            one = forward_s(dimensions, device, 1, batch, kv)
+            for size in block_sizes:
+                cell = {"batch": batch, "kv": kv, "block_size": size}
+                ratio = forward_s(dimensions, device, size, batch, kv) / one
+                slower.append(cell | {"value": ratio})
+                for fewer in nfe_speedups if size >= 8 else ():
+                    gain = speedup(dimensions, device, size, size / fewer, batch, kv)
+                    faster.append(cell | {"nfe_speedup": fewer, "value": gain})
+    return {"table3": slower, "table4": faster}
 
 
 @dataclass(frozen=True)
@@ -203,16 +181,13 @@ def best_spending(
 
     best = Spending(1, 1, 0, 1.0, seconds(1))
     for size in range(2, block_size + 1):
-        stops = [acceptance**count * (1 - acceptance) for count in range(size - 1)]
-        stops = sorted([*stops, acceptance ** (size - 1)], reverse=True)
-        yields = sum(acceptance**count for count in range(size))
         for branches in range(1, size + 1):
-            missed = 1 - sum(stops[:branches])
-            # One cycle with a draft, and with probability `missed` one without.
-            tokens = yields + missed
+            missed = _missed(size, branches, acceptance)
+            tokens = expected_tokens(size, branches, acceptance)
             time = seconds(size * (1 + branches)) + missed * seconds(1 + size)
-            if time / tokens < best.seconds_per_token:
-                best = Spending(size, branches, 0, tokens / (1 + missed), time / tokens)
+            per_token = time / (1 + missed) / tokens
+            if per_token < best.seconds_per_token:
+                best = Spending(size, branches, 0, tokens, per_token)
     if best.block_size == 1:
         return best
     queries = best.block_size * (1 + best.branches)

@@ -131,7 +131,7 @@ class SolverDrafts(VerifiedRows):
         logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
         index = torch.searchsorted(needed, wanted)
         logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-        self.nfe += 1
+        self.nfe = self.nfe + 1
 
         verifying = ~self.drafting
         if self.drafting.any():
@@ -207,7 +207,7 @@ class BranchDrafts(VerifiedRows):
         logits = self.model.forward(
             queries, layout.cat(branches), self.cache, logits_at=torch.cat([needed, noisy])
         )
-        self.nfe += 1
+        self.nfe = self.nfe + 1
         vocab = logits.shape[-1]
         index = torch.searchsorted(needed, wanted)
         exact = logits.gather(1, index[..., None].expand(-1, -1, vocab))

@@ -51,6 +51,20 @@ def test_nano_recipe(tmp_path):
     assert "must be one of" in run("train_demo.py", *where, "--only", "none", code=2)
 
 
+def test_nano_lossless(tmp_path):
+    """One problem a family is enough for every setting to run."""
+    few = ("--limit", 1, "--latency-limit", 1, "--batch-size", 1, "--workers", 1)
+    run("nano_lossless.py", "--out", tmp_path, *few)
+    lines = json.loads((tmp_path / "nano-lossless.json").read_text())["results"]
+    verified = [line for line in lines if line["mode"] == "verified"]
+    assert len(verified) >= 5 * 6
+    assert {line["identical_share"] for line in verified} == {1}
+    assert all(line["queries_per_forward"] > line["tokens_per_forward"] for line in verified)
+    table = (tmp_path / "nano-lossless.md").read_text()
+    assert "| token by token | " in table
+    assert "| 100.0% | 1.00 | 1 | " in table
+
+
 def test_smollm2_base_says_what_it_needs(tmp_path):
     """Its conversion is `load` of a GGUF file, which tests/test_model.py covers."""
     where = ("--output-dir", tmp_path / "base", "--gguf", tmp_path / "none.gguf")

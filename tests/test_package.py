@@ -14,7 +14,7 @@ FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
     ("masks", "solvers", "execution", "sampling", "head", "data", "config", "roofline"),
-    ("objective", "cache", "adapters", "nano"),
+    ("objective", "cache", "adapters", "nano", "machines"),
     ("model", "batches", "totals"),
     ("decode", "train"),
     ("verified",),

@@ -1,19 +1,33 @@
 """The cost of a forward: the paper's printed tables, and what its true dimensions say."""
 
+import random
+
 import pytest
+import torch
 import transformers
 
-from setblock.roofline import (
+from setblock.machines import (
     DEVICES,
-    LLAMA_8B,
+    MODELS,
+    SHEETS,
+    device,
+    device_of,
+    dimensions_of,
+    find_model,
+)
+from setblock.roofline import (
     PAPER,
     PAPER_H100,
     Device,
     Dimensions,
-    dimensions_of,
+    best_spending,
+    expected_tokens,
     forward_s,
     speedup,
+    tables,
 )
+
+LLAMA_8B = MODELS["llama-3.1-8b"]
 
 # arXiv:2509.04185 table 3: a forward of k tokens against one of 1, by batch size.
 TABLE_3 = {
@@ -53,8 +67,8 @@ def test_the_true_model_stops_gaining_at_large_batches() -> None:
 def test_more_bandwidth_helps_next_token_decoding_more() -> None:
     """An H200 reads weights faster, so the point where arithmetic costs more comes earlier."""
     slow, fast = (
-        forward_s(LLAMA_8B, DEVICES[name], 256) / forward_s(LLAMA_8B, DEVICES[name], 1)
-        for name in ("H100", "H200")
+        forward_s(LLAMA_8B, device(name), 512) / forward_s(LLAMA_8B, device(name), 1)
+        for name in ("h100", "h200")
     )
     assert fast > slow
 
@@ -89,7 +103,7 @@ def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
     computing = Device("computes slowly", 10.0, 1e9, bandwidth=1e9)
     assert forward_s(layer, moving, queries=1, batch=2) == 3 * 260 / 10
     assert forward_s(layer, computing, queries=2) == 3 * 800 / 10
-    halves = Device("", 1e9, 1e9, 10.0, bytes_per_weight=2.0, bytes_per_value=0.5)
+    halves = Device("", 1e9, 1e9, 10.0, 2.0, 0.5, bytes_per_cached=9.0)
     assert forward_s(layer, halves, queries=2) == 3 * (400 + 30) / 10
 
 
@@ -99,6 +113,117 @@ def test_attention_reads_the_cache() -> None:
     moving = Device("", 1e9, 1e9, bandwidth=10.0)
     expected = 7 * (2 * 6 * 4 + 2 * 2 * 5 * 2) / 10
     assert forward_s(attention, moving, 3, batch=2, cached=5) == pytest.approx(expected)
+    moving = Device("", 1e9, 1e9, 10.0, bytes_per_weight=9.0, bytes_per_cached=0.5)
+    expected = 7 * (2 * 6 * 4 + 2 * 2 * 5 * 2 / 2) / 10
+    assert forward_s(attention, moving, 3, batch=2, cached=5) == pytest.approx(expected)
     computing = Device("", 1e9, 10.0, bandwidth=1e9)
     expected = 7 * 4 * 6 * 5 * 4 / 10
     assert forward_s(attention, computing, 3, batch=2, cached=5) == pytest.approx(expected)
+
+
+def test_tables_hold_every_cell() -> None:
+    cells = tables(PAPER, PAPER_H100, [1, 8], [16, 1024], [4, 8, 16], [2, 4])
+    assert len(cells["table3"]) == 2 * 2 * 3
+    assert len(cells["table4"]) == 2 * 2 * 2 * 2, "blocks of 4 have no line in table 4"
+    [cell] = [
+        cell
+        for cell in cells["table4"]
+        if (cell["batch"], cell["kv"], cell["block_size"], cell["nfe_speedup"]) == (8, 16, 16, 4)
+    ]
+    assert cell["value"] == pytest.approx(3.857, abs=1e-3)
+
+
+def test_types_of_weights_and_cache() -> None:
+    narrow, wide = device("h100", "fp8", "fp8"), device("h100")
+    assert narrow.linear_flops == SHEETS["h100"].fp8
+    assert wide.linear_flops == wide.attention_flops == narrow.attention_flops
+    assert (wide.bytes_per_weight, wide.bytes_per_value, wide.bytes_per_cached) == (2, 2, 2)
+    mixed = device("l4", "int4", "fp8")
+    assert (mixed.bytes_per_weight, mixed.bytes_per_value, mixed.bytes_per_cached) == (0.5, 2, 1)
+    assert mixed.linear_flops == SHEETS["l4"].bf16, "int4 weights are widened"
+    assert device("a100", "fp8").linear_flops == SHEETS["a100"].bf16, "it has no FP8 arithmetic"
+    assert device("h100-paper") == PAPER_H100
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_this_machine_is_measured_once(kind) -> None:
+    here = device_of(torch.device("cpu"), kind)
+    assert here is device_of(torch.device("cpu"), kind)
+    assert here is device("cpu", *[{4: "fp32", 2: "bf16"}[kind.itemsize]] * 2)
+    assert 1e8 < here.linear_flops < 1e15
+    assert 1e8 < here.bandwidth < 1e14
+    assert here.bytes_per_weight == here.bytes_per_cached == kind.itemsize
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("h300",), "device must be one of h100-paper, h100, .*, cpu, got 'h300'"),
+        (("h100", "fp4"), "weights must be one of fp8, bf16, int4, fp32, got 'fp4'"),
+        (("h100", "bf16", "x"), "cache must be one of fp8, bf16, int4, fp32, got 'x'"),
+        (("h100", "fp32"), "fp32 are for device cpu, got device 'h100'"),
+        (("cpu", "fp8", "fp8"), "in bf16 or in fp32, got fp8 and fp8"),
+        (("h100-paper", "bf16"), "device h100-paper has fp8 weights and cache, got bf16"),
+    ],
+)
+def test_wrong_machines(words, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        device(*words)
+
+
+def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
+    assert find_model("paper") == PAPER
+    folder = checkpoint("qwen3")
+    assert find_model(str(folder)) == dimensions_of(transformers.AutoConfig.from_pretrained(folder))
+    with pytest.raises(ValueError, match=r"no model 'nowhere': not one of llama-3\.1-8b, "):
+        find_model("nowhere")
+
+
+@pytest.mark.parametrize("name", set(DEVICES) - {"cpu"})
+def test_large_models_pay_on_every_gpu_at_batch_1(name) -> None:
+    for model in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b"):
+        assert 3.8 < speedup(MODELS[model], device(name), 16, 4, 1, 1024) < 4
+
+
+# ------------------------------------------------------------------ how much to draft
+
+
+def test_spending_where_query_tokens_cost_nothing() -> None:
+    """Whole blocks, a branch behind every length, all the seeds."""
+    free = Device("", 1e30, 1e30, bandwidth=1.0, bytes_per_value=0.0)
+    best = best_spending(Dimensions(1, ((4096, 4096),), 1, 1), free, 8)
+    assert (best.block_size, best.branches) == (8, 8)
+    assert best.seeds > 0
+    assert best.tokens_per_forward == pytest.approx(sum(0.8**n for n in range(8)))
+
+
+def test_spending_where_each_query_token_costs_as_much_as_a_forward() -> None:
+    slow = Device("", 1.0, 1.0, bandwidth=1e30)
+    best = best_spending(Dimensions(1, ((8, 8),), 0, 0), slow, 16)
+    assert (best.block_size, best.tokens_per_forward) == (1, 1.0), "drafting would never pay"
+
+
+def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -> None:
+    machine = device("h100")
+    good, bad = (
+        best_spending(LLAMA_8B, machine, 16, acceptance=share).block_size for share in (0.95, 0.5)
+    )
+    assert good > bad
+    few, many = (best_spending(LLAMA_8B, machine, 16, batch).block_size for batch in (1, 32))
+    assert few > many
+
+
+@pytest.mark.parametrize("branches", [1, 2, 5])
+def test_expected_tokens_are_those_of_a_simulation(branches) -> None:
+    """Cycles with a draft of 4 more tokens, accepted with 0.8 each, and cycles without."""
+    rng, size, share = random.Random(0), 5, 0.8
+    chance = {n: share**n * (1 - share) for n in range(size - 1)} | {size - 1: share ** (size - 1)}
+    covered = sorted(chance, key=chance.get, reverse=True)[:branches]  # type: ignore[arg-type]
+    tokens, forwards, drafted = 0, 100_000, True
+    for _ in range(forwards):
+        accepted = 0
+        while drafted and accepted < size - 1 and rng.random() < share:
+            accepted += 1
+        tokens += accepted + 1
+        drafted = accepted in covered if drafted else True
+    assert expected_tokens(size, branches, share) == pytest.approx(tokens / forwards, rel=0.01)

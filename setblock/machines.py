@@ -1,0 +1,157 @@
+"""Machines and models that the roofline knows by name, and this machine, measured."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions
+
+
+class Sheet(NamedTuple):
+    """A data sheet: dense flops per second without sparsity, bytes per second.
+
+    fp8: None where the arithmetic units have no such type; FP8 weights are then widened.
+    """
+
+    bf16: float
+    fp8: float | None
+    bandwidth: float
+
+
+SHEETS = {
+    "h100": Sheet(989.4e12, 1978.9e12, 3.35e12),
+    "h200": Sheet(989.4e12, 1978.9e12, 4.8e12),
+    "a100": Sheet(312e12, None, 2.039e12),
+    "l4": Sheet(121e12, 242e12, 300e9),
+    "rtx-4090": Sheet(165.2e12, 330.3e12, 1.008e12),
+    "mi300x": Sheet(1307.4e12, 2614.9e12, 5.3e12),
+    "b200": Sheet(2250e12, 4500e12, 8e12),
+}
+BYTES = {"fp8": 1.0, "bf16": 2.0, "int4": 0.5, "fp32": 4.0}
+DEVICES = (PAPER_H100.name, *SHEETS, "cpu")
+
+
+def device(name: str, weights: str | None = None, cache: str | None = None) -> Device:
+    """A machine by name, with weights and cache in these types; "cpu" is this one, measured.
+
+    int4 weights are widened to bf16 before they are multiplied. GPUs have attention in bf16.
+    Default: bf16 both, fp8 for the paper's machine.
+    Raises: ValueError for an unknown name or type, and for types that a machine does not compute
+    in.
+    """
+    usual = "fp8" if name == PAPER_H100.name else "bf16"
+    weights, cache = weights or usual, cache or usual
+    for what, given, allowed in (
+        ("device", name, DEVICES),
+        ("weights", weights, BYTES),
+        ("cache", cache, BYTES),
+    ):
+        if given not in allowed:
+            raise ValueError(f"{what} must be one of {', '.join(allowed)}, got {given!r}")
+    if name == PAPER_H100.name:
+        if (weights, cache) != ("fp8", "fp8"):
+            raise ValueError(f"device {name} has fp8 weights and cache, got {weights} and {cache}")
+        return PAPER_H100
+    if name == "cpu":
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        if weights not in types or cache != weights:
+            raise ValueError(
+                f"device cpu has weights and cache in bf16 or in fp32, got {weights} and {cache}"
+            )
+        return _measured("cpu", types[weights])
+    if "fp32" in (weights, cache):
+        raise ValueError(f"weights and cache in fp32 are for device cpu, got device {name!r}")
+    sheet = SHEETS[name]
+    linear = sheet.fp8 if weights == "fp8" and sheet.fp8 else sheet.bf16
+    values = BYTES["fp8" if weights == "fp8" else "bf16"]
+    return Device(name, linear, sheet.bf16, sheet.bandwidth, BYTES[weights], values, BYTES[cache])
+
+
+def device_of(place: torch.device, dtype: torch.dtype) -> Device:
+    """Where a model runs: a known GPU by its data sheet, anything else as measured now, once."""
+    size = float(dtype.itemsize)
+    if place.type == "cuda":
+        found = torch.cuda.get_device_name(place).lower().replace(" ", "-")
+        for name, sheet in SHEETS.items():
+            if name in found:
+                return Device(name, sheet.bf16, sheet.bf16, sheet.bandwidth, size, size, size)
+    return _measured(str(place), dtype)
+
+
+@functools.cache
+def _measured(place: str, dtype: torch.dtype) -> Device:
+    """By multiplying matrices (flops) and a vector with a matrix (bandwidth), a few times each."""
+    size = dtype.itemsize
+    square = torch.ones(1024, 1024, device=place, dtype=dtype)
+    wide = torch.ones(1024, 32 * 2**20 // 1024 // size, device=place, dtype=dtype)
+    flops = 2 * square.numel() * 1024 / _seconds(lambda: square @ square, place)
+    bandwidth = wide.numel() * size / _seconds(lambda: square[:1] @ wide, place)
+    return Device(place, flops, flops, bandwidth, float(size), float(size), float(size))
+
+
+def _seconds(operation: Callable[[], Any], place: str) -> float:
+    """The shortest of five times."""
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        operation()
+        if torch.device(place).type == "cuda":
+            torch.cuda.synchronize(place)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _gated(
+    layers: int, hidden: int, wide: int, heads: int, groups: int, head: int, vocab: int
+) -> Dimensions:
+    """A decoder with gated feed-forward layers and grouped heads."""
+    queries, keys = heads * head, groups * head
+    linears = (
+        *((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)),
+        *((hidden, wide), (hidden, wide), (wide, hidden)),
+    )
+    return Dimensions(layers, linears, queries, keys, (hidden, vocab))
+
+
+MODELS = {
+    "llama-3.1-8b": _gated(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": _gated(80, 8192, 28672, 64, 8, 128, 128256),
+    "qwen3-8b": _gated(36, 4096, 12288, 32, 8, 128, 151936),
+    "qwen3-32b": _gated(64, 5120, 25600, 64, 8, 128, 151936),
+    "smollm2-135m": _gated(30, 576, 1536, 9, 3, 64, 49152),
+    "paper": PAPER,
+}
+
+
+def dimensions_of(config: Any) -> Dimensions:
+    """Those of a transformers configuration, its feed-forward layers taken to be gated."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    return _gated(
+        config.num_hidden_layers,
+        hidden,
+        getattr(config, "intermediate_size", None) or 4 * hidden,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or hidden // heads,
+        config.vocab_size,
+    )
+
+
+def find_model(name: str) -> Dimensions:
+    """A model of MODELS, or that of a configuration in a folder or on the hub.
+
+    Raises: ValueError if there is neither.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    try:
+        return dimensions_of(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"no model {name!r}: not one of {', '.join(MODELS)}, nor a configuration in a folder "
+            f"or on the hub ({' '.join(str(error).split())[:200]})"
+        ) from error
