@@ -80,7 +80,11 @@ ModeOption = Annotated[
 ]
 SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
 BlockSizeOption = Annotated[
-    int | None, typer.Option(help="Tokens of a block. Default: the checkpoint's, else 16.")
+    int | None,
+    typer.Option(
+        help="Tokens of a block. Default: the checkpoint's, else 16; with --draft branches up to "
+        "that, what is quickest by arithmetic."
+    ),
 ]
 SeedFirstOption = Annotated[
     bool,
@@ -107,15 +111,14 @@ BranchesOption = Annotated[
     int | None,
     typer.Option(
         help="Mode verified: behind how many accepted lengths, the likeliest, the next draft is "
-        "made. Default: what is quickest by arithmetic, as for the block size; all of them once "
-        "--block-size or --seeds is given."
+        "made. Default: what is quickest by arithmetic."
     ),
 ]
 SeedsOption = Annotated[
     int | None,
     typer.Option(
         help="Mode verified: for each of them, drafts that begin with one of the likeliest tokens. "
-        "Default: 0."
+        "Default: what is quickest by arithmetic."
     ),
 ]
 DtypeOption = Annotated[
@@ -202,6 +205,12 @@ def generate(
     ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     _warn_untrained(model, settings.mode)
+    if settings.mode == "verified" and settings.block_size == 1 and block_size is None:
+        err.print(
+            "drafting does not pay here by arithmetic: decoding token by token (--block-size "
+            "drafts all the same)",
+            style="yellow",
+        )
     _warm_up(model, settings.mode)
     steps, generation = [], None
     for reveal in reveals:

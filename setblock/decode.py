@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from setblock.masks import decoding_layout
+from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, entropy
@@ -134,7 +134,8 @@ class Rows:
         self.model, self.settings = model, settings
         lengths = [len(prompt) for prompt in prompts]
         # A forward may look at a whole block from any position on.
-        capacity = max(lengths) + settings.num_slots + settings.block_size
+        block = min(settings.block_size, settings.max_new_tokens)
+        capacity = max(lengths) + settings.num_slots + block
         tokens = torch.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
             tokens[slot, : len(prompt)] = torch.tensor(prompt)
@@ -178,6 +179,21 @@ class Rows:
         for name in self.PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.cache.select(index)
+
+    def _forward(
+        self,
+        queries: Int[Tensor, "batch length"],
+        layout: Layout,
+        wanted: Int[Tensor, "batch wanted"],
+        others: Int[Tensor, " others"] | None = None,
+    ) -> tuple[Float[Tensor, "batch wanted vocab"], Float[Tensor, "batch others vocab"]]:
+        """Logits of each row's wanted query tokens, and of some that all rows want."""
+        needed = torch.unique(wanted)
+        columns = needed if others is None else torch.cat([needed, others])
+        logits = self.model.forward(queries, layout, self.cache, logits_at=columns)
+        index = torch.searchsorted(needed, wanted)
+        own = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+        return own, logits[:, len(needed) :]
 
     def _reveal(
         self,
@@ -232,12 +248,9 @@ class DecodeState(Rows):
         exact = (by_token | self.settings.next_token_seed) & (cached < self.start)
         predicting = slots.clone()
         predicting[:, 0] -= exact.long()
-        wanted = (predicting - cached[:, None]).clamp(max=num_queries - 1)
-        needed = torch.unique(wanted)
-        logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
+        wanted = (torch.minimum(predicting, (end - 1)[:, None]) - cached[:, None]).clamp(min=0)
+        logits, _ = self._forward(queries, layout, wanted)
         self.cache.keep(self.start - cached)
-        index = torch.searchsorted(needed, wanted)
-        logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
 
         first = torch.zeros_like(slots, dtype=torch.bool)
         first[:, 0] = exact  # slots whose next-token distribution is known

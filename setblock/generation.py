@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from setblock.decode import DecodeState, Rows, Settings
 from setblock.model import Model
@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
     """The options as `Settings`, what is absent taken from the checkpoint.
 
-    Mode "verified" with neither block_size nor branches nor seeds given takes those that are
+    Draft "branches" of mode "verified": what is absent of block_size, branches and seeds is what is
     quickest by the arithmetic of `roofline.best_spending`, for `rows` rows decoded together.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
@@ -56,10 +56,10 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         )
     typed = {k: v for k, v in options.items() if v is not None}
     given = {**model.defaults, **typed}
-    branching = given["mode"] == "verified" and given.get("draft", "branches") == "branches"
-    if branching and not typed.keys() & {"block_size", "branches", "seeds"}:
-        best = model.best_spending(given["block_size"], rows)
-        given |= {"block_size": best.block_size, "branches": best.branches, "seeds": best.seeds}
+    if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
+        if "solver" in typed:
+            raise ValueError(f"solver is for draft 'solver', got {typed['solver']} with branches")
+        given |= _spending(model, given, rows, "block_size" in typed)
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {
@@ -71,6 +71,19 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         **given,
     )
+
+
+def _spending(
+    model: Model, given: dict[str, Any], rows: int, fixed_size: bool
+) -> dict[str, int | None]:
+    """block_size, branches and seeds: those given, and the quickest of what is not."""
+    size, branches, seeds = given["block_size"], given.get("branches"), given.get("seeds")
+    # What is no number, or too small a one, is refused by Settings, by name.
+    for value, least in ((size, 1), (branches, 1), (seeds, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            return {}
+    best = model.best_spending(size, rows, branches=branches, seeds=seeds, fixed_size=fixed_size)
+    return {"block_size": best.block_size, "branches": best.branches, "seeds": best.seeds}
 
 
 @dataclass(frozen=True)

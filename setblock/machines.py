@@ -1,6 +1,7 @@
 """Machines and models that the roofline knows by name, and this machine, measured."""
 
 import functools
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ SHEETS = {
     "mi300x": Sheet(1307.4e12, 2614.9e12, 5.3e12),
     "b200": Sheet(2250e12, 4500e12, 8e12),
 }
+SLOWER_FORMS = {"pcie", "nvl", "laptop", "mig"}  # of a machine whose sheet is another's
 BYTES = {"fp8": 1.0, "bf16": 2.0, "int4": 0.5, "fp32": 4.0}
 DEVICES = (PAPER_H100.name, *SHEETS, "cpu")
 
@@ -72,12 +74,19 @@ def device(name: str, weights: str | None = None, cache: str | None = None) -> D
 
 
 def device_of(place: torch.device, dtype: torch.dtype) -> Device:
-    """Where a model runs: a known GPU by its data sheet, anything else as measured now, once."""
+    """Where a model runs: a known GPU by its data sheet, a CPU as a middling one.
+
+    Not as measured: what follows from it should be the same the next time. A GPU without a sheet,
+    or computing in a type that the sheet does not have, is measured after all, once a process.
+    """
     size = float(dtype.itemsize)
-    if place.type == "cuda":
-        found = torch.cuda.get_device_name(place).lower().replace(" ", "-")
+    if place.type == "cpu":
+        flops = 4e11 / size  # 100 billion in float32
+        return Device("a middling cpu", flops, flops, 2e10, size, size, size)
+    if place.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        words = set(re.split(r"\W+", torch.cuda.get_device_name(place).lower()))
         for name, sheet in SHEETS.items():
-            if name in found:
+            if set(name.split("-")) <= words and not words & SLOWER_FORMS:
                 return Device(name, sheet.bf16, sheet.bf16, sheet.bandwidth, size, size, size)
     return _measured(str(place), dtype)
 
@@ -99,8 +108,8 @@ def _seconds(operation: Callable[[], Any], place: str) -> float:
     for _ in range(6):
         begin = time.perf_counter()
         operation()
-        if torch.device(place).type == "cuda":
-            torch.cuda.synchronize(place)
+        if torch.device(place).type != "cpu":
+            torch.accelerator.synchronize(place)
         times.append(time.perf_counter() - begin)
     return min(times[1:])
 

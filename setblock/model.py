@@ -187,13 +187,14 @@ class Model:
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 
-    def best_spending(self, block_size: int, rows: int) -> roofline.Spending:
-        """Block length and branches of verified decoding that cost least on this machine."""
+    def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
+        """Block length and branches of verified decoding that cost least on such a machine."""
         return roofline.best_spending(
             machines.dimensions_of(self.network.config),
             machines.device_of(self.device, self.dtype),
             block_size,
             rows,
+            **fixed,
         )
 
     def encode(self, text: str, chat: bool = False) -> list[int]:

@@ -7,6 +7,7 @@ the sampled text does not depend on batch size, batch slot or the order in which
 revealed.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,13 +54,19 @@ class Sampler:
         logits: Float[Tensor, "batch block vocab"],
         rows: Int[Tensor, " batch"],
         position: Int[Tensor, "batch block"],
+        truncate: bool = True,
     ) -> Float[Tensor, "batch block vocab"]:
-        """What `pick` takes the argmax of: the logits, with the noise of their places if any."""
+        """What `pick` takes the argmax of: the logits, with the noise of their places if any.
+
+        truncate: leave out what top_k and top_p leave out.
+        """
         if self.temperature == 0:
             return logits
         # The largest becomes 0 first, which no temperature, however small, makes overflow.
         logits = logits.float() - logits.float().amax(dim=-1, keepdim=True)
-        kept = keep_likeliest(logits / self.temperature, self.top_k, self.top_p)
+        kept = logits / self.temperature
+        if truncate:
+            kept = keep_likeliest(kept, self.top_k, self.top_p)
         return kept + self._noise(rows, position, logits)
 
     def _noise(self, rows: Tensor, position: Tensor, logits: Tensor) -> Tensor:
@@ -71,6 +78,7 @@ class Sampler:
         return torch.from_numpy(np.array(drawn)).to(logits.device)
 
 
+@functools.lru_cache(maxsize=512)  # verified decoding asks for a position several times
 def gumbel(seed: int, row: int, position: int, vocab: int) -> np.ndarray:
     """Standard Gumbel noise of one position, [vocab] float32, the same on every machine."""
     bits = np.random.Philox(key=seed, counter=[0, 0, position, row])

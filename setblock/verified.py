@@ -43,8 +43,8 @@ class VerifiedRows(Rows):
         settings: Settings,
         scratch: int,
     ) -> None:
-        self.block_size = settings.block_size
         super().__init__(model, prompts, rows, settings, scratch)
+        self.block_size = min(settings.block_size, settings.max_new_tokens)
         shape = len(prompts), self.block_size - 1
         self.draft = torch.full(shape, model.mask_token_id, device=model.device)
         self.length = torch.zeros_like(self.start)
@@ -66,21 +66,22 @@ class VerifiedRows(Rows):
         return self.start[:, None] + torch.arange(count, device=self.start.device)
 
     def _verify(
-        self, logits: Float[Tensor, "batch block vocab"], verifying: Bool[Tensor, " batch"]
+        self, logits: Float[Tensor, "batch verified vocab"], verifying: Bool[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Bool[Tensor, "batch length"]]:
         """(accepted tokens of each row's draft, positions that are final now).
 
-        logits: next-token ones for the positions start, start + 1, ...
+        logits: next-token ones for the positions start, start + 1, ..., one more than the longest
+        draft.
         Effects: final tokens and `start`; keys of accepted tokens stay in the cache.
         """
-        places = self._places(self.block_size)
+        longest = logits.shape[1] - 1
+        places = self._places(longest + 1)
         exact = self.settings.sampler.pick(logits, self.rows, places)
-        offset = torch.arange(self.block_size, device=places.device)
-        same = (exact[:, :-1] == self.draft) & (offset[:-1] < self.length[:, None])
+        offset = torch.arange(longest + 1, device=places.device)
+        same = (exact[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
         accepted = same.long().cumprod(dim=1).sum(dim=1)
-        revealed = self._reveal(
-            (offset <= accepted[:, None]) & verifying[:, None], places, exact, logits
-        )
+        final = (offset <= accepted[:, None]) & verifying[:, None]
+        revealed = self._reveal(final, places, exact, logits)
         kept = torch.where(verifying, self.start - self.cache.lengths + accepted, 0)
         self.cache.keep(kept)
         self.start = torch.where(verifying, self.start + accepted + 1, self.start)
@@ -118,31 +119,28 @@ class SolverDrafts(VerifiedRows):
 
     def step(self) -> Bool[Tensor, "batch length"]:
         cached = self.cache.lengths.clone()
+        drafting, verifying = self.drafting, ~self.drafting
         block_end = torch.minimum(self.start + self.block_size - 1, self.limit)
-        end = torch.where(self.drafting, block_end, self.start + self.length)
+        end = torch.where(drafting, block_end, self.start + self.length)
         queries, position = self._texts(end)
-        layout = decoding_layout(position, torch.where(self.drafting, cached, end), end)
+        layout = decoding_layout(position, torch.where(drafting, cached, end), end)
         # A mask predicts itself, a clean token the next one.
-        first = self.start - torch.where(self.drafting, 0, 1)
-        offset = torch.arange(self.block_size, device=cached.device)
-        wanted = (first - cached)[:, None] + offset
-        wanted = wanted.clamp(max=queries.shape[1] - 1)
-        needed = torch.unique(wanted)
-        logits = self.model.forward(queries, layout, self.cache, logits_at=needed)
-        index = torch.searchsorted(needed, wanted)
-        logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+        count = torch.where(drafting, self.block_size - 1, self.length + 1)
+        offset = torch.arange(int(count.max()), device=cached.device)
+        predicting = self.start[:, None] - verifying.long()[:, None] + offset
+        predicting = torch.minimum(predicting, (end - 1)[:, None])
+        logits, _ = self._forward(queries, layout, predicting - cached[:, None])
         self.nfe = self.nfe + 1
 
-        verifying = ~self.drafting
-        if self.drafting.any():
-            self._fill(logits[:, :-1])
-        _, revealed = self._verify(logits, verifying)
+        if drafting.any():
+            self._fill(logits[:, : self.block_size - 1])
+        longest = int(torch.where(verifying, self.length, 0).max())
+        _, revealed = self._verify(logits[:, : longest + 1], verifying)
         fresh = torch.full_like(self.draft, self.model.mask_token_id)
         self.draft = torch.where(verifying[:, None], fresh, self.draft)
-        self.length = torch.where(verifying, 0, self.length)
         self.drafting = self._open().any(dim=1)
-        done = ~verifying & ~self.drafting
-        self.length = torch.where(done, self._useful(self.draft), self.length)
+        done = drafting & ~self.drafting
+        self.length = torch.where(done, self._useful(self.draft), 0)
         return revealed
 
     def _open(self) -> Bool[Tensor, "batch draft"]:
@@ -165,7 +163,7 @@ class BranchDrafts(VerifiedRows):
     does not see the token that verification will put behind the accepted ones; seeded branches
     guess it, by the draft's next likeliest tokens.
     confidence  [batch, block_size - 1] probability that drafting gave each drafted token
-    runners     [batch, block_size - 1, seeds] its next likeliest tokens
+    runners     [batch, block_size - 1, seeds] its next likeliest tokens, the mask token where none
     """
 
     PER_ROW = (*VerifiedRows.PER_ROW, "confidence", "runners")
@@ -177,7 +175,7 @@ class BranchDrafts(VerifiedRows):
         rows: Sequence[int],
         settings: Settings,
     ) -> None:
-        size = settings.block_size
+        size = min(settings.block_size, settings.max_new_tokens)
         lengths = size if settings.branches is None else min(settings.branches, size)
         self.num_lengths = lengths if size > 1 else 0  # blocks of one token have no draft
         num_branches = self.num_lengths * (1 + settings.seeds)
@@ -193,55 +191,56 @@ class BranchDrafts(VerifiedRows):
         texts, position = self._texts(end)
         layout = decoding_layout(position, end, end)
         accepted, seeds, used = self._plan()
-        masks = torch.full((*seeds.shape, self.block_size), self.model.mask_token_id).to(texts)
-        masks[:, :, 0] = seeds
         first = self.start[:, None] + accepted
         last = torch.where(used, torch.minimum(first + self.block_size, self.limit[:, None]), first)
-        branches = branches_layout(first, last, self.block_size)
+        size = int((last - first).max()) if used.any() else 0
+        masks = torch.full((*seeds.shape, size), self.model.mask_token_id, device=seeds.device)
+        masks[:, :, :1] = seeds[..., None]
         queries = torch.cat([texts, masks.flatten(1)], dim=1)
-        offset = torch.arange(self.block_size, device=cached.device)
-        wanted = (self.start - 1 - cached)[:, None] + offset
-        wanted = wanted.clamp(max=texts.shape[1] - 1)
-        needed = torch.unique(wanted)
-        noisy = torch.arange(texts.shape[1], queries.shape[1], device=cached.device)
-        logits = self.model.forward(
-            queries, layout.cat(branches), self.cache, logits_at=torch.cat([needed, noisy])
-        )
+        layout = layout.cat(branches_layout(first, last, size))
+        offset = torch.arange(int(self.length.max()) + 1, device=cached.device)
+        predicting = self.start[:, None] - 1 + torch.minimum(offset, self.length[:, None])
+        # Of a branch all slots but the first, where verification itself puts a token.
+        drafting = torch.arange(texts.shape[1], queries.shape[1], device=cached.device)
+        drafting = drafting.reshape(-1, max(size, 1))[:, 1:].flatten()
+        exact, drafts = self._forward(queries, layout, predicting - cached[:, None], drafting)
         self.nfe = self.nfe + 1
-        vocab = logits.shape[-1]
-        index = torch.searchsorted(needed, wanted)
-        exact = logits.gather(1, index[..., None].expand(-1, -1, vocab))
+
         counts, revealed = self._verify(exact, torch.ones_like(self.start, dtype=torch.bool))
         new = self.tokens.gather(1, (self.start - 1)[:, None])
         # A branch that saw the new token is worth more than one that did not.
         fits = used & (accepted == counts[:, None])
         blind = seeds == self.model.mask_token_id
         worth = (fits & (seeds == new)).long() * 2 + (fits & blind).long()
-        self._redraft(logits[:, len(needed) :], worth)
+        self._redraft(drafts, worth)
         return revealed
 
     def _plan(self) -> tuple[Tensor, Tensor, Tensor]:
         """(accepted length, token in the first slot, whether in use) of branches [batch, count].
 
         The likeliest lengths, as if each drafted token were accepted with the probability that
-        drafting gave it, independently of the others.
+        drafting gave it, independently of the others; none that would end the row.
         """
-        offset = torch.arange(self.draft.shape[1], device=self.draft.device)
-        inside = offset < self.length[:, None]
-        right = torch.where(inside, self.confidence, 0)
+        offset = torch.arange(self.block_size, device=self.draft.device)
+        right = torch.where(offset[:-1] < self.length[:, None], self.confidence, 0)
         one = right.new_ones(len(right), 1)
         reached = torch.cat([one, right.cumprod(dim=1)], dim=1)
         chance = reached * (1 - torch.cat([right, torch.zeros_like(one)], dim=1))
-        possible = torch.arange(chance.shape[1], device=chance.device) <= self.length[:, None]
+        possible = (offset <= self.length[:, None]) & (
+            self.start[:, None] + offset + 1 < self.limit[:, None]
+        )
+        ends = torch.isin(self.draft, self.eos) & (offset[:-1] < self.length[:, None])
+        possible[:, 1:] &= ~ends
         chance = torch.where(possible, chance, -1)
         likeliest, accepted = chance.topk(self.num_lengths, dim=1)
         used = likeliest >= 0
         columns = [(accepted, torch.full_like(accepted, self.model.mask_token_id), used)]
         if self.settings.seeds and self.num_lengths:
             at = accepted.clamp(max=self.draft.shape[1] - 1)
-            for runner in self.runners.unbind(dim=2):
+            for runners in self.runners.unbind(dim=2):
+                runner = runners.gather(1, at)
                 drafted = used & (accepted < self.length[:, None])
-                columns.append((accepted, runner.gather(1, at), drafted))
+                columns.append((accepted, runner, drafted & (runner != self.model.mask_token_id)))
         accepted, seeds, used = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
         needed = used.any(dim=0)
         return accepted[:, needed], seeds[:, needed], used[:, needed]
@@ -250,18 +249,26 @@ class BranchDrafts(VerifiedRows):
         self, logits: Float[Tensor, "batch slots vocab"], worth: Int[Tensor, "batch branches"]
     ) -> None:
         """Take the next draft from each row's best branch; rows without one have no draft."""
-        if not worth.shape[1]:
-            self.length = torch.zeros_like(self.length)
+        self.length = torch.zeros_like(self.length)
+        if not logits.shape[1]:
             return
         best, branch = worth.max(dim=1)
-        slots = branch[:, None] * self.block_size + torch.arange(
-            1, self.block_size, device=branch.device
-        )
+        size = logits.shape[1] // worth.shape[1]
+        slots = branch[:, None] * size + torch.arange(size, device=branch.device)
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-        places = self._places(self.block_size - 1)
-        ranked = self.settings.sampler.perturbed(logits, self.rows, places).topk(
-            1 + self.settings.seeds, dim=-1
-        )
-        self.draft, self.runners = ranked.indices[..., 0], ranked.indices[..., 1:]
-        self.confidence = logits.softmax(dim=-1).gather(-1, self.draft[..., None])[..., 0]
-        self.length = torch.where(best > 0, self._useful(self.draft), 0)
+        sampler, places = self.settings.sampler, self._places(size)
+        drafted = sampler.pick(logits, self.rows, places)
+        self.draft[:, :size] = drafted
+        self.confidence[:, :size] = logits.softmax(dim=-1).gather(-1, drafted[..., None])[..., 0]
+        if self.settings.seeds:
+            # Whatever verification may say here: nothing is left out for being unlikely.
+            others = sampler.perturbed(logits, self.rows, places, truncate=False)
+            others = others.scatter(-1, drafted[..., None], -torch.inf)
+            ranked = others.topk(min(self.settings.seeds, others.shape[-1]), dim=-1)
+            runners = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)
+            self.runners[:, :size] = self.model.mask_token_id
+            self.runners[:, :size, : runners.shape[-1]] = torch.where(
+                runners < 0, self.model.mask_token_id, runners
+            )
+        useful = self._useful(self.draft).clamp(max=size)
+        self.length = torch.where(best > 0, useful, 0)

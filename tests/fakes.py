@@ -1,5 +1,7 @@
 """A model without weights: logits come from tables, the cache holds plain token ids."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -121,9 +123,10 @@ class TableModel(Model):
         logits[..., MASK] = -torch.inf
         return logits if logits_at is None else logits[:, logits_at]
 
-    def best_spending(self, block_size: int, rows: int) -> Spending:
-        """As on a machine where query tokens cost nothing."""
-        return Spending(block_size, block_size, 0, 1.0, 1.0)
+    def best_spending(self, block_size: int, rows: int, **fixed: Any) -> Spending:
+        """As on a machine where branches cost nothing."""
+        branches = fixed.get("branches") or block_size
+        return Spending(block_size, branches, fixed.get("seeds") or 0, 1.0, 1.0)
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if chat and not self.chat:

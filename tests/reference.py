@@ -3,6 +3,7 @@
 import torch
 
 from setblock.masks import Layout
+from setblock.solvers import entropy
 
 
 def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int], int, list[int]]:
@@ -10,10 +11,15 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
     sbd = settings.mode == "sbd"
     eos = frozenset() if settings.ignore_eos else model.eos_token_ids
     answer, revealed_at, forwards = [], [], 0
+
+    def next_logits(text):
+        return model.forward(torch.tensor([text]), _layout(len(text), len(text)))[:, -1:]
+
     while True:
         start = len(prompt) + len(answer)
         size = settings.block_size if sbd else 1
         block, steps = [model.mask_token_id] * size, [0] * size
+        by_token, seed = not sbd, settings.next_token_seed
         while any(
             eligible := [
                 token == model.mask_token_id
@@ -23,12 +29,25 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
             ]
         ):
             forwards += 1
-            text = prompt + answer + (block if sbd else [])
-            logits = model.forward(torch.tensor([text]), _layout(len(text), start))
-            # A mask predicts itself; without masks the last token predicts the next.
-            logits = logits[:, -size:]
             masked = torch.tensor([eligible])
-            reveal = settings.solver.reveal(logits, masked) if sbd else masked
+            text = prompt + answer
+            logits = block_logits(model, text, block) if sbd else next_logits(text)
+            exact = None  # the slot that next-token decoding fills in this forward
+            if by_token:
+                exact = eligible.index(True)
+            elif seed:
+                exact, seed = 0, False
+            reveal = torch.zeros_like(masked)
+            if exact is not None:
+                filled = next_logits(text + block[:exact])
+                logits = torch.cat([logits[:, :exact], filled, logits[:, exact + 1 :]], dim=1)
+                masked[0, exact], reveal[0, exact] = False, True
+            # A seeded first block gets its first token from the prompt's own forward.
+            if not by_token and not (exact == 0 and not answer):
+                bound = float("inf") if settings.fallback is None else settings.fallback
+                by_token = bool(masked.any()) and not bool((entropy(logits)[masked] <= bound).any())
+                if not by_token:
+                    reveal |= settings.solver.reveal(logits, masked)
             position = torch.arange(start, start + size)[None]
             chosen = settings.sampler.pick(logits, torch.tensor([row]), position)
             for i in reveal[0].nonzero()[:, 0].tolist():
@@ -40,6 +59,12 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
             if stopped or token in eos or len(answer) == settings.max_new_tokens:
                 # Forwards after the last of these served only what is cut off here.
                 return answer, max(revealed_at), revealed_at
+
+
+def block_logits(model, text: list[int], block: list[int]):
+    """What each slot of a noisy block behind a text predicts for itself."""
+    tokens = torch.tensor([text + block])
+    return model.forward(tokens, _layout(len(text) + len(block), len(text)))[:, len(text) :]
 
 
 def _layout(length: int, start: int) -> Layout:

@@ -17,7 +17,7 @@ import typer
 from fakes import TableModel
 
 import setblock
-from setblock import cli, evaluate, generation, nano
+from setblock import cli, evaluate, generation, nano, roofline
 from setblock import model as models
 
 SHORT = ["--max-new-tokens", "8"]
@@ -240,8 +240,17 @@ def test_json_of_verified(run, trained):
     assert (
         answer["token_ids"] == run("generate", trained, *words, "--mode", "ntp").json["token_ids"]
     )
-    assert (answer["mode"], answer["solver"], answer["block_size"]) == ("verified", None, 16)
-    assert answer["draft"] == "branches"
+    assert (answer["mode"], answer["solver"], answer["draft"]) == ("verified", None, "branches")
+    whole = run("generate", trained, *words, "--mode", "verified", "--block-size", "16").json
+    assert (whole["token_ids"], whole["block_size"]) == (answer["token_ids"], 16)
+
+
+def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
+    never = roofline.Spending(1, 1, 0, 1.0, 1.0)
+    monkeypatch.setattr(models.Model, "best_spending", lambda *words, **fixed: never)
+    words = ["--prompt", "hi", "--mode", "verified", *SHORT]
+    assert "drafting does not pay here" in run("generate", trained, *words).err
+    assert "pay" not in run("generate", trained, *words, "--block-size", "4").err
 
 
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
@@ -609,6 +618,7 @@ def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypat
         (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
+        (["--prompt", "a", "--mode", "verified", "--solver", "fixed:2"], "solver is for draft 's"),
     ],
 )
 def test_wrong_words_of_generate(run, trained, words, message):

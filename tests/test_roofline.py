@@ -16,6 +16,8 @@ from setblock.machines import (
     find_model,
 )
 from setblock.roofline import (
+    ACCEPTANCE,
+    HITS,
     PAPER,
     PAPER_H100,
     Device,
@@ -145,14 +147,13 @@ def test_types_of_weights_and_cache() -> None:
     assert device("h100-paper") == PAPER_H100
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_this_machine_is_measured_once(kind) -> None:
-    here = device_of(torch.device("cpu"), kind)
-    assert here is device_of(torch.device("cpu"), kind)
-    assert here is device("cpu", *[{4: "fp32", 2: "bf16"}[kind.itemsize]] * 2)
+@pytest.mark.parametrize(("kind", "size"), [("fp32", 4), ("bf16", 2)])
+def test_this_machine_is_measured_once(kind, size) -> None:
+    here = device("cpu", kind, kind)
+    assert here is device("cpu", kind, kind)
     assert 1e8 < here.linear_flops < 1e15
     assert 1e8 < here.bandwidth < 1e14
-    assert here.bytes_per_weight == here.bytes_per_cached == kind.itemsize
+    assert here.bytes_per_weight == here.bytes_per_cached == size
 
 
 @pytest.mark.parametrize(
@@ -192,15 +193,25 @@ def test_spending_where_query_tokens_cost_nothing() -> None:
     """Whole blocks, a branch behind every length, all the seeds."""
     free = Device("", 1e30, 1e30, bandwidth=1.0, bytes_per_value=0.0)
     best = best_spending(Dimensions(1, ((4096, 4096),), 1, 1), free, 8)
-    assert (best.block_size, best.branches) == (8, 8)
-    assert best.seeds > 0
-    assert best.tokens_per_forward == pytest.approx(sum(0.8**n for n in range(8)))
+    assert (best.block_size, best.branches, best.seeds) == (8, 8, max(HITS))
+    assert best.tokens_per_forward == expected_tokens(8, 8, max(HITS), ACCEPTANCE)[0]
 
 
 def test_spending_where_each_query_token_costs_as_much_as_a_forward() -> None:
     slow = Device("", 1.0, 1.0, bandwidth=1e30)
-    best = best_spending(Dimensions(1, ((8, 8),), 0, 0), slow, 16)
+    layer = Dimensions(1, ((8, 8),), 0, 0)
+    best = best_spending(layer, slow, 16)
     assert (best.block_size, best.tokens_per_forward) == (1, 1.0), "drafting would never pay"
+    best = best_spending(layer, slow, 16, fixed_size=True)
+    assert (best.block_size, best.branches, best.seeds) == (16, 1, 0), "all but what is given"
+
+
+@pytest.mark.parametrize("given", [{"branches": 3}, {"seeds": 2}, {"branches": 40, "seeds": 0}])
+def test_spending_keeps_what_is_given(given) -> None:
+    best = best_spending(LLAMA_8B, device("h200"), 8, **given)
+    assert best.branches == min(given.get("branches", best.branches), best.block_size)
+    assert best.seeds == given.get("seeds", best.seeds)
+    assert best.block_size > 1
 
 
 def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -> None:
@@ -209,21 +220,51 @@ def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -
         best_spending(LLAMA_8B, machine, 16, acceptance=share).block_size for share in (0.95, 0.5)
     )
     assert good > bad
-    few, many = (best_spending(LLAMA_8B, machine, 16, batch).block_size for batch in (1, 32))
+    few, many = (best_spending(LLAMA_8B, machine, 16, batch).block_size for batch in (1, 64))
     assert few > many
 
 
-@pytest.mark.parametrize("branches", [1, 2, 5])
-def test_expected_tokens_are_those_of_a_simulation(branches) -> None:
-    """Cycles with a draft of 4 more tokens, accepted with 0.8 each, and cycles without."""
-    rng, size, share = random.Random(0), 5, 0.8
-    chance = {n: share**n * (1 - share) for n in range(size - 1)} | {size - 1: share ** (size - 1)}
-    covered = sorted(chance, key=chance.get, reverse=True)[:branches]  # type: ignore[arg-type]
-    tokens, forwards, drafted = 0, 100_000, True
+@pytest.mark.parametrize(
+    ("branches", "seeds", "rate"), [(1, 0, 0.8), (2, 1, 0.8), (5, 4, 0.9), (5, 0, 0.6), (3, 2, 0.5)]
+)
+def test_expected_tokens_are_those_of_a_simulation(branches, seeds, rate) -> None:
+    """Drafts of 4 more tokens, each accepted if those before it were; cycles without a draft."""
+    rng, size, forwards = random.Random(0), 5, 100_000
+    rates = {"seen": rate, "blind": max(0.0, 1 - 1.45 * (1 - rate))}
+    likely = {n: rate**n * (1 - rate) for n in range(size - 1)} | {size - 1: rate ** (size - 1)}
+    covered = sorted(likely, key=lambda n: -likely[n])[:branches]
+    tokens, drafted, kind = 0, 0, "none"
     for _ in range(forwards):
         accepted = 0
-        while drafted and accepted < size - 1 and rng.random() < share:
+        while kind != "none" and accepted < size - 1 and rng.random() < rates[kind]:
             accepted += 1
-        tokens += accepted + 1
-        drafted = accepted in covered if drafted else True
-    assert expected_tokens(size, branches, share) == pytest.approx(tokens / forwards, rel=0.01)
+        tokens, drafted = tokens + accepted + 1, drafted + (kind != "none")
+        if kind == "none":
+            kind = "blind"
+        elif accepted not in covered:
+            kind = "none"
+        else:
+            guessed = accepted < size - 1 and rng.random() < HITS[seeds]
+            kind = "seen" if guessed else "blind"
+    expected = expected_tokens(size, branches, seeds, rate)
+    assert expected == pytest.approx((tokens / forwards, drafted / forwards), rel=0.01)
+
+
+def test_the_machine_of_a_model(monkeypatch) -> None:
+    """Known GPUs by whole words of their names; a CPU by a fixed sheet, so that runs repeat."""
+    cpu = device_of(torch.device("cpu"), torch.float32)
+    assert cpu == device_of(torch.device("cpu"), torch.float32)
+    assert cpu.linear_flops == 1e11
+    place = torch.device("cuda")
+    measured = Device("measured", 1.0, 1.0, 1.0)
+    monkeypatch.setattr("setblock.machines._measured", lambda place, dtype: measured)
+    for said, expected in (
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GH200 480GB", "measured"),
+        ("NVIDIA L40S", "measured"), ("NVIDIA H100 PCIe", "measured"), ("Tesla T4", "measured"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, said=said: said)
+        assert device_of(place, torch.bfloat16).name == expected
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert device_of(place, torch.float32) == measured, "the sheet has no float32 matrix rate"

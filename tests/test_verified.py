@@ -1,5 +1,6 @@
 """Verified decoding: the tokens of next-token decoding, always, in fewer forwards."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ from fakes import EOS, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPTS, SLOW, SOLVERS, networks, prompts, recorded, with_ends
+from torch.nn.functional import one_hot
 
+from setblock import adapters
 from setblock.decode import DecodeState
 from setblock.generation import Generation, generate, settings_for
-from setblock.masks import CLEAN, PADDING, Layout, branches_layout, visible
-from setblock.model import Model
+from setblock.masks import CLEAN, PADDING, Layout, branches_layout, causal_layout, visible
+from setblock.model import Model, load
 from setblock.verified import BranchDrafts
 
 __all__ = ["networks"]  # a fixture
@@ -87,6 +90,155 @@ def test_random_tables_say_what_next_token_decoding_says(data, seed) -> None:
     assert_lossless(*pair(model, texts, batch_size, **chosen), chosen["draft"] == "branches")
 
 
+def drafting(model: Model, text: list[int], errors: float) -> Model:
+    """The model, but its noisy slots know the text; a share of them says something else."""
+    watched, generator = copy.copy(model), torch.Generator().manual_seed(3)
+    known = torch.tensor(text)
+
+    def forward(tokens, layout, cache=None, logits_at=None):
+        logits = model.forward(tokens, layout, cache)
+        right = known[layout.position.clamp(max=len(text) - 1)]
+        wrong = torch.rand(right.shape, generator=generator) < errors
+        said = torch.where(wrong, (right + 1) % 9 + 3, right)
+        vocab = logits.shape[-1]
+        guess = 9 * one_hot(said, vocab).float() + 4 * one_hot(right, vocab).float()
+        guess[..., model.mask_token_id] = -torch.inf
+        logits = torch.where((layout.block == CLEAN)[..., None], logits, guess)
+        return logits if logits_at is None else logits[:, logits_at]
+
+    watched.forward = forward  # type: ignore[method-assign]
+    return watched
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma3", "qwen3-window"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"draft": "branches", "branches": 9, "seeds": 1},
+        {"draft": "branches", "branches": 2, "seeds": 0},
+        {"draft": "solver", "solver": "fixed:4"},
+    ],
+)
+def test_drafts_that_are_mostly_accepted(checkpoint, kind, draft) -> None:
+    """Several tokens a forward, rows at different lengths; in networks with windows too."""
+    model = load(checkpoint(kind, mask_token="<mask>"))
+    common: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    for errors in (0.05, 0.2):
+        [exact] = generate(model, [PROMPTS[1]], mode="ntp", **common)
+        knowing = drafting(model, [*PROMPTS[1], *exact.token_ids], errors)
+        three = generate(
+            knowing, [PROMPTS[1]] * 3, mode="verified", block_size=9, **draft, **common
+        )
+        assert [one.token_ids for one in three] == [exact.token_ids] * 3
+        assert all(one.nfe < exact.nfe * 0.8 for one in three)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_the_text_of_a_gated_adapter_is_the_base_models(checkpoint) -> None:
+    base = load(checkpoint("llama-tied", mask_token="<mask>"))
+    network = load(checkpoint("llama-tied", mask_token="<mask>")).network
+    gated = adapters.attach(network, "base", "gated", base.mask_token_id, rank=4, alpha=8)
+    with torch.no_grad():
+        for weight in gated.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.3)
+    model = Model(gated, base.tokenizer, "gated", mask_token_id=base.mask_token_id)
+    assert model.gated
+    texts, common = [[5, 6, 7], [8], [9, 10]], {"max_new_tokens": 30, "ignore_eos": True}
+    exact = generate(base, texts, mode="ntp", **common)  # type: ignore[arg-type]
+    for draft in ({"draft": "branches", "seeds": 1}, {"draft": "solver", "solver": "fixed:3"}):
+        own = generate(model, texts, mode="verified", block_size=6, **draft, **common)  # type: ignore[arg-type]
+        assert [one.token_ids for one in own] == [one.token_ids for one in exact]
+
+
+def test_accepted_tokens_leave_the_keys_of_a_causal_forward(checkpoint) -> None:
+    model = load(checkpoint("llama", mask_token="<mask>"))
+    [exact] = generate(model, [PROMPTS[1]], mode="ntp", max_new_tokens=30, ignore_eos=True)
+    knowing = drafting(model, [*PROMPTS[1], *exact.token_ids], 0.2)
+    run = settings_for(
+        model,
+        mode="verified",
+        block_size=6,
+        branches=6,
+        seeds=1,
+        max_new_tokens=30,
+        ignore_eos=True,
+    )
+    state = BranchDrafts(knowing, [PROMPTS[1]], [0], run)
+    accepted = set()
+    while not state.committed(0)[1]:
+        before = int(state.start[0])
+        state.step()
+        accepted.add(int(state.start[0]) - before)
+        length = int(state.cache.lengths[0])
+        text = state.tokens[:, :length]
+        plain = model.new_cache(1, length)
+        model.forward(text, causal_layout(torch.arange(length)[None]), plain)
+        for ours, theirs in zip(state.cache.layers, plain.layers, strict=True):
+            for name in ("keys", "values"):
+                held, expected = getattr(ours, name)[:, :, :length], getattr(theirs, name)
+                torch.testing.assert_close(held, expected, rtol=0, atol=1e-5)
+    assert len(accepted) > 2
+
+
+class Seeing(TableModel):
+    """Blocks that see their first token predict the text; others put it second."""
+
+    def forward(self, tokens, layout, cache=None, logits_at=None):
+        right = super().forward(tokens, layout, cache)
+        noisy = layout.block != CLEAN
+        first = noisy & (layout.position == layout.horizon)
+        seen = torch.stack(
+            [
+                torch.isin(blocks, blocks[start & (row != self.mask_token_id)])
+                for row, blocks, start in zip(tokens, layout.block, first, strict=True)
+            ]
+        )
+        wrong = right.roll(1, dims=-1)
+        wrong[..., self.mask_token_id] = -torch.inf
+        logits = torch.where((noisy & ~seen)[..., None], 2 * wrong + right, right)
+        return logits if logits_at is None else logits[:, logits_at]
+
+
+def test_a_branch_that_saw_the_new_token_is_taken_before_one_that_did_not() -> None:
+    """A blind draft fails at once, the seed behind it is right: one token, then a whole block."""
+    text = "the quick brown fox jumps over the lazy dog and runs away"
+    model = Seeing.spelling(text, start=4)
+    options = {"mode": "verified", "block_size": 8, "branches": 8, "max_new_tokens": 37}
+    [blind] = generate(model, [[5, 6, 7, 8]], **options, seeds=0)  # type: ignore[arg-type]
+    assert blind.nfe == 37
+    [seeded] = generate(model, [[5, 6, 7, 8]], **options, seeds=1)  # type: ignore[arg-type]
+    assert seeded.token_ids == blind.token_ids
+    assert seeded.nfe == 1 + 4 * 2, "after the prompt's forward 1 + 8 tokens, four times"
+
+
+@pytest.mark.parametrize("seeds", [1, 30])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_seeds_beyond_what_sampling_keeps_and_beyond_the_vocabulary(seeds, top_k) -> None:
+    model = TableModel.random(1)
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": top_k, "max_new_tokens": 25}
+    drafted = {"block_size": 5, "branches": 5, "seeds": seeds}
+    assert_lossless(*pair(model, [[4, 5], [6]], None, **options, **drafted), one_forward=True)
+
+
+def test_no_branch_behind_an_end_or_at_the_limit() -> None:
+    model = TableModel.spelling("ab", start=2)
+    run = settings_for(model, mode="verified", block_size=6, branches=6, max_new_tokens=30)
+    state = BranchDrafts(model, [[5, 6]], [0], run)
+    state.step()
+    assert state.length[0] == 2, "b and the end"
+    accepted, _, used = state._plan()
+    assert sorted(accepted[used].tolist()) == [0, 1]
+    run = settings_for(model, mode="verified", block_size=60, branches=60, max_new_tokens=3)
+    state = BranchDrafts(model, [[5, 6]], [0], run)
+    assert state.cache.capacity <= 2 + 3 + 3 + 3 * (1 + 3), (
+        "no block is longer than the answer may be"
+    )  # type: ignore[attr-defined]
+    state.step()
+    accepted, _, used = state._plan()
+    assert accepted[used].tolist() == [0]
+
+
 @pytest.mark.parametrize("seeds", [0, 1])
 def test_a_model_whose_drafts_are_always_right(seeds) -> None:
     """k tokens a forward, after the prompt's own, which yields one."""
@@ -119,7 +271,7 @@ def test_solver_drafts_cost_their_forwards_and_one() -> None:
 
 @pytest.mark.parametrize(
     ("branches", "seeds", "expected"),
-    [(None, 0, 8 + 8 * 8), (3, 0, 8 + 3 * 8), (3, 2, 8 + 3 * 3 * 8), (1, 0, 8 + 8)],
+    [(8, 0, 8 + 8 * 8), (3, 0, 8 + 3 * 8), (3, 2, 8 + 3 * 3 * 8), (1, 0, 8 + 8)],
 )
 def test_query_tokens_of_a_cycle(networks, branches, seeds, expected) -> None:
     """The draft with the last final token, then the branches; a full draft has no seed behind."""
@@ -262,7 +414,6 @@ def test_a_block_that_collapses_at_once_is_decoded_token_by_token(networks, seed
 @settings(max_examples=100, **SLOW)
 def test_a_fallback_costs_one_forward_a_block_at_most(data, seed) -> None:
     model = TableModel.random(seed)
-    texts = data.draw(prompts(range(3, 12), 3))
     size = data.draw(st.integers(1, 9))
     options = {
         "mode": "sbd",
@@ -271,14 +422,10 @@ def test_a_fallback_costs_one_forward_a_block_at_most(data, seed) -> None:
         "fallback": data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0, 10.0])),
         "next_token_seed": data.draw(st.booleans()),
         "max_new_tokens": data.draw(st.integers(1, 40)),
+        "ignore_eos": True,
     }
-    alone = [generate(model, [text], **options)[0] for text in texts]  # type: ignore[arg-type]
-    for result in alone:
-        assert result.nfe <= result.num_tokens + -(-result.num_tokens // size) + size
-    for batch_size in (None, 2):
-        together = generate(model, texts, batch_size=batch_size, **options)  # type: ignore[arg-type]
-        assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-        assert [one.nfe for one in together] == [one.nfe for one in alone]
+    for result in generate(model, data.draw(prompts(range(3, 12), 3)), **options):
+        assert result.nfe <= result.num_tokens + -(-result.num_tokens // size)
 
 
 def test_tokens_revealed_before_a_collapse_stay() -> None:
