@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from setblock.cli import main
 from setblock.model import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -69,6 +70,23 @@ def test_smollm2_base_says_what_it_needs(tmp_path):
     """Its conversion is `load` of a GGUF file, which tests/test_model.py covers."""
     where = ("--output-dir", tmp_path / "base", "--gguf", tmp_path / "none.gguf")
     assert "none.gguf" in run("smollm2_base.py", *where, code=1)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
+    """On a tiny model and three rows; every other setting is the recipe's."""
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    row = {"question": "How many are two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    recipe = ["train", "--config", EXAMPLES / "smollm2_gated.yaml", "--data", data]
+    small = ["--model", checkpoint("llama", mask_token="<mask>"), "--max-steps", 2]
+    less = ["--max-length", 64, "--per-device-train-batch-size", 1, "--output-dir", out]
+    monkeypatch.setattr("sys.argv", ["setblock", *map(str, [*recipe, *small, *less]), "--json"])
+    main()
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["method"], summary["rows"], summary["steps"]) == ("gated", 3, 2)
+    assert load(out).gated
 
 
 def test_plot_log(tmp_path):
