@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from setblock.evaluate import Form
     from setblock.generation import Generation
     from setblock.model import Model
 
@@ -328,8 +329,23 @@ def evaluate(
     ],
     task: Annotated[
         list[str] | None,
-        typer.Option(help="nano (all five families) or families of it. Default: nano."),
+        typer.Option(
+            help="nano (all five families) or families of it; or, with --data, one of gsm8k, "
+            "svamp, math, humaneval, mbpp, prompts (no right answer: for speed). Default: nano."
+        ),
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The task's file: JSON, JSONL or gzipped JSONL.")
+    ] = None,
+    shots: Annotated[
+        int, typer.Option(help="Solved examples before each question, with --data.")
+    ] = 0,
+    shots_data: Annotated[
+        Path | None, typer.Option(help="Their file; its first rows are taken.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
+    ] = False,
     split: Annotated[str, typer.Option(help="validation or test.")] = "test",
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Problems in wordings that training never saw.")
@@ -357,13 +373,23 @@ def evaluate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score models on tasks under several decoding settings; writes one JSON record."""
+    """Score models on tasks under several decoding settings; writes one JSON record.
+
+    Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
+    boundary: use a container for models you do not trust.
+    """
     from setblock import evaluate as evaluation
     from setblock import nano
     from setblock.generation import settings_for
     from setblock.live import progress_bar
+    from setblock.tasks import load_items
 
-    families = evaluation.families(task or ["nano"])
+    form = None
+    if data is not None:
+        form = _task_form(task or [], data, shots, shots_data, plain, split, held_out)
+    elif shots or shots_data or plain:
+        raise ValueError("--shots, --shots-data and --plain are for benchmark tasks, with --data")
+    families = [form.task.name] if form else evaluation.families(task or ["nano"])
     modes = mode or [Mode.ntp, Mode.sbd]
     drafts = Mode.verified in modes and draft == Draft.solver
     if solver and Mode.sbd not in modes and not drafts:
@@ -382,8 +408,14 @@ def evaluate(
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
+    problems: dict[str, Any]
+    if form and data:
+        problems = {form.task.name: load_items(form.task, data, limit)}
+    else:
+        problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
+    if form and not form.chat:
+        common["stop"] = form.task.stop
     record = evaluation.new_record()
     for model_name in model_names:
         model = _load(model_name, dtype, device, mask_token_id)
@@ -401,11 +433,12 @@ def evaluate(
             _warm_up(model, options["mode"])
             for family in families:
                 label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
-                with progress_bar(err, label, limit) as advance:
+                with progress_bar(err, label, len(problems[family])) as advance:
                     line = evaluation.run(
-                        model, family, problems[family], batch_size, advance, **options
+                        model, family, problems[family], batch_size, advance, form, **options
                     )
-                record["results"].append(line | {"split": split, "held_out": held_out})
+                place = {} if form else {"split": split, "held_out": held_out}
+                record["results"].append(line | place)
                 if out_file is not None:  # after every line, so that an interrupt loses nothing
                     evaluation.save_record(record, out_file)
     if as_json:
@@ -635,6 +668,32 @@ def merge(
         _print_json(summary)
         return
     out.print(f"{model_name} is now one checkpoint, {output_dir}")
+
+
+def _task_form(
+    tasks: list[str],
+    data: Path,
+    shots: int,
+    shots_data: Path | None,
+    plain: bool,
+    split: str,
+    held_out: bool,
+) -> "Form":
+    """How the one benchmark task that --data is for is put."""
+    from setblock.evaluate import Form
+    from setblock.tasks import TASKS, load_items
+
+    if len(tasks) != 1 or tasks[0] not in TASKS:
+        raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {tasks or None}")
+    if held_out or split != "test":
+        raise ValueError("--split and --held-out are for the nano tasks; --data is one split")
+    if shots < 0 or bool(shots) != (shots_data is not None):
+        raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
+    task = TASKS[tasks[0]]
+    examples = tuple(load_items(task, shots_data, shots)) if shots_data else ()
+    if len(examples) < shots:
+        raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")
+    return Form(task, not plain, examples, data)
 
 
 def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list[str]]:

@@ -1,5 +1,6 @@
 """Tasks x decoding settings -> scores with intervals, forwards and seconds, as one JSON record."""
 
+import hashlib
 import json
 import math
 import os
@@ -21,17 +22,43 @@ from rich.table import Table
 from setblock import nano
 from setblock.generation import Generation, Options, stream
 from setblock.model import Model
+from setblock.tasks import TASKS, Item, Task
 
 Z_95 = 1.959964
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One problem's generation and whether it was right."""
+    """One problem's generation and whether it was right, None where nothing is."""
 
-    problem: nano.Problem
+    problem: nano.Problem | Item
     generation: Generation
-    correct: bool
+    correct: bool | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a benchmark task's items are put: as a chat turn or as text, behind solved examples."""
+
+    task: Task
+    chat: bool = True
+    examples: tuple[Item, ...] = ()
+    data: Path | None = None
+
+    def prompt(self, item: Item) -> str:
+        """The text of an item."""
+        return self.task.prompt(item, self.examples, self.chat)
+
+    def describe(self) -> dict[str, Any]:
+        """What a line of a record says of it."""
+        digest = hashlib.sha256(self.data.read_bytes()).hexdigest() if self.data else None
+        return {
+            "task_version": self.task.version,
+            "chat": self.chat,
+            "shots": len(self.examples),
+            "data": self.data.name if self.data else None,
+            "data_sha256": digest,
+        }
 
 
 @dataclass
@@ -44,24 +71,26 @@ class Score:
     @property
     def accuracy(self) -> float:
         """Share of right answers so far, 0 before the first."""
-        return sum(one.correct for one in self.scored) / max(len(self.scored), 1)
+        return sum(one.correct or False for one in self.scored) / max(len(self.scored), 1)
 
     def result(self) -> dict[str, Any]:
         """Counts, score with its 95 % interval, tokens per forward and seconds.
 
         wall_s: seconds spent decoding all problems, checking left out.
         entropy_nats: mean entropy of the distributions that the tokens were taken from.
+        correct, score and interval are None for prompts without a right answer.
         """
         generations = [one.generation for one in self.scored]
-        correct = sum(one.correct for one in self.scored)
+        judged = all(one.correct is not None for one in self.scored)
+        correct = sum(one.correct or False for one in self.scored)
         tokens = sum(one.num_tokens for one in generations)
         nfe = sum(one.nfe for one in generations)
         ended = [one for one in generations if one.finish_reason == "eos"]
         return {
             "n": len(generations),
-            "correct": correct,
-            "score": correct / len(generations),
-            "interval": wilson_interval(correct, len(generations)),
+            "correct": correct if judged else None,
+            "score": correct / len(generations) if judged else None,
+            "interval": wilson_interval(correct, len(generations)) if judged else None,
             "tokens": tokens,
             "nfe": nfe,
             "prefill_forwards": sum(one.prefill_forwards for one in generations),
@@ -76,15 +105,21 @@ class Score:
 
 def evaluate(
     model: Model,
-    problems: Sequence[nano.Problem],
+    problems: Sequence[nano.Problem] | Sequence[Item],
     batch_size: int,
     on_progress: Callable[[Score], None] = lambda score: None,
+    form: Form | None = None,
     **options: Unpack[Options],
 ) -> Score:
-    """The score of one setting on these problems; `on_progress` is called after every answer."""
+    """The score of one setting on these problems; `on_progress` is called after every answer.
+
+    form: how items of a benchmark task are put; None for the nano families, always chat turns.
+    """
     score = Score()
-    prompts = [problem.prompt for problem in problems]
-    reveals: Iterator = stream(model, prompts, chat=True, batch_size=batch_size, **options)
+    chat = form is None or form.chat
+    prompts = [one.prompt if form is None else form.prompt(one) for one in problems]  # type: ignore[arg-type]
+    check: Any = nano.check if form is None else form.task.check
+    reveals: Iterator = stream(model, prompts, chat=chat, batch_size=batch_size, **options)
     while True:
         begin = time.perf_counter()
         reveal = next(reveals, None)
@@ -93,24 +128,25 @@ def evaluate(
             return score
         if reveal.generation is not None:
             problem = problems[reveal.row]
-            correct = nano.check(problem, reveal.generation.text)
+            correct = check(problem, reveal.generation.text) if check else None
             score.scored.append(Scored(problem, reveal.generation, correct))
             on_progress(score)
 
 
 def run(
     model: Model,
-    family: str,
-    problems: Sequence[nano.Problem],
+    task: str,
+    problems: Sequence[nano.Problem] | Sequence[Item],
     batch_size: int,
     on_progress: Callable[[Score], None],
+    form: Form | None = None,
     **options: Unpack[Options],
 ) -> dict[str, Any]:
-    """One line of a record: a model's score on a family under one setting."""
-    score = evaluate(model, problems, batch_size, on_progress, **options)
+    """One line of a record: a model's score on a task under one setting."""
+    score = evaluate(model, problems, batch_size, on_progress, form, **options)
     settings = score.scored[0].generation.settings
     return {
-        "task": family,
+        "task": task,
         "model": model.name,
         "mode": settings.mode,
         "solver": str(settings.solver) if settings.uses_solver else None,
@@ -118,6 +154,7 @@ def run(
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": describe(settings),
+        **(form.describe() if form else {}),
     }
 
 
@@ -129,7 +166,9 @@ def families(tasks: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for task in tasks:
         if task != "nano" and task not in nano.FAMILIES:
-            allowed = ", ".join(["nano", *nano.FAMILIES])
+            if task in TASKS:
+                raise ValueError(f"task {task} needs its rows: --data FILE")
+            allowed = ", ".join(["nano", *nano.FAMILIES, *TASKS])
             raise ValueError(f"task must be one of {allowed}, got {task!r}")
         found |= dict.fromkeys(nano.FAMILIES if task == "nano" else [task])
     return list(found)
@@ -153,15 +192,16 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
         justify = "left" if name in names[:4] else "right"
         shown.add_column(name, justify=justify, no_wrap=name == "task", overflow="fold")
     for line in results:
-        low, high = line["interval"]
+        scored = line["score"] is not None
+        low, high = line["interval"] if scored else (0, 0)
         shown.add_row(
             line["task"],
             line["model"],
             line["mode"],
             line["solver"] or "",
             str(line["n"]),
-            f"{line['score']:.1%}",
-            f"{low:.1%} to {high:.1%}",
+            f"{line['score']:.1%}" if scored else "",
+            f"{low:.1%} to {high:.1%}" if scored else "",
             f"{line['tokens_per_forward']:.2f}",
             f"{line['wall_s']:.1f}",
         )

@@ -1,38 +1,56 @@
-"""Run generated Python functions in a limited subprocess.
+"""Run generated Python code in a limited subprocess.
 
-What it guards against: endless loops (CPU and wall-clock limits), memory and file-size blow-ups,
-endless output, leftover files (own temporary directory), a look at the expected results (only
-arguments are sent).
-What it does not protect from: code that sets out to harm the machine. There is no network,
-file-system or process isolation; run untrusted models' code in a container.
+What it guards against: endless loops (CPU and wall-clock limits), memory blow-ups, endless output,
+files (own temporary directory, and Python's audit events end the process at the first attempt to
+write or remove one), the network and new processes (likewise), and, for functions, a look at the
+expected results (only arguments are sent).
+What it does not protect from: code that sets out to harm the machine. Audit events are no security
+boundary, everything readable can be read; run untrusted models' code in a container.
 """
 
 import json
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 CPU_S = 2
 WALL_S = 20  # generous: a busy machine must not turn a right answer into a wrong one
 MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 2**20  # of each file written, the results included
 
-# Reads {"code", "name", "arguments"} from stdin and prints the list of results as JSON on the real
-# stdout; whatever the code itself prints goes nowhere.
+# Reads a job from stdin: {"code", "name", "arguments"}, answered by the list of results as JSON on
+# the real stdout, or {"code", "tests"}, answered by its "nonce" once the tests have passed.
+# Whatever the code itself prints goes nowhere.
 _CHILD = """
 import json, os, sys
 job = json.load(sys.stdin)
 out = os.dup(1)
-null = os.open(os.devnull, os.O_WRONLY)
-os.dup2(null, 1)
-os.dup2(null, 2)
+null = os.open(os.devnull, os.O_RDWR)
+for stream in (0, 1, 2):
+    os.dup2(null, stream)
+writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+denied = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.exec", "os.fork", "os.posix_spawn",
+          "os.spawn", "os.system", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate",
+          "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill", "os.putenv", "signal.")
+end = os._exit
+def guard(event, words):
+    if event.startswith(denied) or (event == "open" and words[2] & writing):
+        end(3)
+sys.addaudithook(guard)
 scope = {"__name__": "answer"}
 exec(job["code"], scope)
-results = [scope[job["name"]](argument) for argument in job["arguments"]]
+if "tests" in job:
+    nonce = job.pop("nonce")
+    exec(job["tests"], scope)
+    results = nonce
+else:
+    results = [scope[job["name"]](argument) for argument in job["arguments"]]
 os.write(out, json.dumps(results).encode())
 """
 
@@ -49,17 +67,28 @@ def calls_agree(code: str, name: str, cases: Sequence[tuple[object, object]]) ->
 
 def run_function(code: str, name: str, arguments: Sequence[object]) -> list | None:
     """Results of `name(argument)` for each argument; None if a call failed or a limit was met."""
-    job = json.dumps({"code": code, "name": name, "arguments": list(arguments)})
+    results = _run({"code": code, "name": name, "arguments": list(arguments)})
+    return results if isinstance(results, list) else None
+
+
+def passes(code: str, tests: str) -> bool:
+    """Whether `tests`, run behind `code` in the same scope, come to their end without an error."""
+    nonce = secrets.token_hex(16)  # an early exit prints nothing, let alone this
+    return _run({"code": code, "tests": tests, "nonce": nonce}) == nonce
+
+
+def _run(job: dict[str, Any]) -> Any:
+    """What the child answers; None if it failed, met a limit, or tried what it must not."""
     # Files, not pipes: a process that the code leaves behind would hold a pipe open.
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
     ):
-        stdin.write(job.encode())
+        stdin.write(json.dumps(job).encode())
         stdin.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD],
+            [sys.executable, "-I", "-S", "-B", "-c", _CHILD],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
@@ -79,10 +108,9 @@ def run_function(code: str, name: str, arguments: Sequence[object]) -> list | No
     if process.returncode != 0:
         return None
     try:
-        results = json.loads(output)
+        return json.loads(output)
     except ValueError:
         return None
-    return results if isinstance(results, list) else None
 
 
 def _limit() -> None:

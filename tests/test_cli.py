@@ -551,6 +551,30 @@ def test_evaluate_in_verified_mode(run, trained):
     assert line["settings"]["draft"] == "solver"
 
 
+def test_evaluate_a_benchmark_task(run, trained, tmp_path):
+    data, examples = tmp_path / "test.jsonl", tmp_path / "train.jsonl"
+    row = {"question": "2 + 3?", "answer": "#### 5"}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    examples.write_text(json.dumps(row) + "\n")
+    words = ["--task", "gsm8k", "--data", data, "--limit", "2", "--mode", "ntp", *SHORT]
+    [line] = run("evaluate", trained, *words, "--json").json["results"]
+    assert (line["task"], line["n"], line["chat"], line["shots"]) == ("gsm8k", 2, True, 0)
+    few = ["--plain", "--shots", "1", "--shots-data", examples, "--json"]
+    [line] = run("evaluate", trained, *words, *few).json["results"]
+    assert (line["chat"], line["shots"]) == (False, 1)
+    assert line["settings"]["stop"] == ["\nQuestion:", "\n\n\n"]
+    for wrong, message in (
+        (["--task", "svamp"], "--data is for one --task of gsm8k, svamp"),
+        (["--shots", "1"], "--shots and --shots-data need each other; got 1 and None"),
+        (["--shots", "2", "--shots-data", examples], f"--shots 2: {examples} has 1 rows"),
+        (["--held-out"], "--split and --held-out are for the nano tasks"),
+    ):
+        assert message in run("evaluate", trained, *words, *wrong).error
+    assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error
+    assert "--data is for one --task" in run("evaluate", trained, "--data", data).error
+    assert "No such file" in run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
+
+
 def test_evaluate_shows_a_table(run, trained, checkpoint):
     """All five families, by default token by token and by blocks, of both models."""
     other = checkpoint("qwen3", settings={"trained": True})
@@ -630,7 +654,8 @@ def test_wrong_words_of_generate(run, trained, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "gsm8k"], "task must be one of nano, arithmetic, word, json, code, lists"),
+        (["--task", "poetry"], "task must be one of nano, arithmetic, word, json, code, lists, g"),
+        (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
         (["--split", "all"], "split must be one of train, validation, test, got 'all'"),
         (["--split", "train", "--held-out"], "never part of the split 'train'"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),

@@ -1,5 +1,6 @@
 """Scores: right sums, right intervals, and records that say how they came about."""
 
+import hashlib
 import io
 import json
 import subprocess
@@ -14,6 +15,7 @@ from rich.console import Console
 from setblock import evaluate, nano
 from setblock.generation import Generation, generate, settings_for
 from setblock.model import Model, load
+from setblock.tasks import TASKS, Item, Task, load_items
 
 SBD: dict[str, Any] = {
     "mode": "sbd", "solver": "entropy:1.5", "block_size": 6, "max_new_tokens": 12,
@@ -97,7 +99,9 @@ def test_families(tasks, expected):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match=r"task must be one of nano, arithmetic, .*, got 'gsm8k'"):
+    with pytest.raises(ValueError, match=r"task must be one of nano, arithmetic, .*, got 'poetry'"):
+        evaluate.families(["json", "poetry"])
+    with pytest.raises(ValueError, match="task gsm8k needs its rows: --data FILE"):
         evaluate.families(["json", "gsm8k"])
 
 
@@ -227,6 +231,11 @@ def test_a_line_of_the_record(model, problems):
         "sampler": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 5},
         "stop": ("@@",),
         "ignore_eos": False,
+        "next_token_seed": False,
+        "fallback": None,
+        "draft": "branches",
+        "branches": None,
+        "seeds": 0,
     }
     assert json.loads(json.dumps(line))["interval"] == list(line["interval"])
 
@@ -241,6 +250,43 @@ def test_describe_is_json():
     described = evaluate.describe(settings)
     assert described["solver"] == "fixed:2"
     assert json.loads(json.dumps(described))["sampler"]["temperature"] == 0.5
+
+
+# benchmark tasks
+
+
+@pytest.fixture
+def sums(tmp_path) -> Path:
+    file = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
+    task = TASKS["gsm8k"]
+    items = load_items(task, sums)
+    right = Task(**{**vars(task), "check": lambda item, text: int(item.target) % 2 == 0})
+    form = evaluate.Form(right, chat=False, examples=tuple(items[:2]), data=sums)
+    asked: list[str] = []
+    encode = model.encode
+    monkeypatch.setattr(
+        model, "encode", lambda text, chat: asked.append(text) or encode(text, chat)
+    )
+    line = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
+    assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
+    assert (line["n"], line["correct"]) == (3, 1)
+    assert (line["task_version"], line["chat"], line["shots"]) == (1, False, 2)
+    assert line["data"] == "sums.jsonl"
+    assert line["data_sha256"] == hashlib.sha256(sums.read_bytes()).hexdigest()
+
+
+def test_prompts_without_a_right_answer_have_no_score(model):
+    form = evaluate.Form(TASKS["prompts"])
+    line = evaluate.run(model, "prompts", [Item("1", "Hi", "", None)], 1, no_progress, form, **NTP)
+    assert (line["correct"], line["score"], line["interval"]) == (None, None, None)
+    assert line["tokens"] == 12
+    assert "prompts" in "".join(shown([line], width=160))
 
 
 # records

@@ -2,7 +2,7 @@
 
 import pytest
 
-from setblock.execution import calls_agree, run_function
+from setblock.execution import calls_agree, passes, run_function
 
 DOUBLE = "def double(x):\n    return 2 * x"
 
@@ -40,12 +40,54 @@ def test_what_the_code_prints_is_ignored() -> None:
     assert run_function("print('[7]')\n" + DOUBLE, "double", [1]) == [2]
 
 
-def test_files_stay_in_the_temporary_directory(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('left', 'w').write('x')",
+        "import os\nos.open('left', os.O_CREAT)",
+        "try:\n    open('left', 'a')\nexcept BaseException:\n    pass",
+        "import os\nos.mkdir('left')",
+        "import shutil\nshutil.rmtree('/nowhere', ignore_errors=True)",
+        "import socket\nsocket.socket()",
+        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')",
+        "import os, time\nif os.fork() == 0:\n    time.sleep(600)",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import os\nos.system('true')",
+        "import os, sys\nos.execv('/bin/true', ['true'])",
+        "import ctypes",
+        "import os, signal\nos.kill(os.getppid(), 0)",
+    ],
+)
+def test_files_processes_and_the_network_count_as_wrong(code: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_function("open('left', 'w').write('x')\n" + DOUBLE, "double", [1]) == [2]
+    assert run_function(f"{code}\n{DOUBLE}", "double", [1]) is None
+    assert not passes(f"{code}\n{DOUBLE}", "assert double(1) == 2")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_does_not_hold_up_the_caller() -> None:
-    code = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n" + DOUBLE
-    assert run_function(code, "double", [1]) == [2]  # a hang would meet WALL_S and give None
+def test_reading_and_the_standard_library_stay_allowed() -> None:
+    code = "import collections, heapq, itertools, math, re, typing, datetime, random\n" + DOUBLE
+    assert run_function(f"open('/dev/null').read()\n{code}", "double", [1]) == [2]
+
+
+def test_tests_pass_or_not() -> None:
+    assert passes(DOUBLE, "assert double(2) == 4\nassert double('a') == 'aa'")
+    assert passes(DOUBLE, "")
+    assert not passes(DOUBLE, "assert double(2) == 5")
+    assert not passes(DOUBLE, "assert twice(2) == 4")
+    assert not passes("def double(x) return", "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "def double(x):\n    raise SystemExit",
+        "def double(x):\n    while True: pass",
+        "def double(x):\n    import os\n    os._exit(0)",
+        "print('a' * 10**9)",
+    ],
+)
+def test_code_that_ends_or_hangs_before_its_tests_fails_them(code: str) -> None:
+    assert not passes(code, "assert double(1) == 2")

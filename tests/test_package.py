@@ -14,7 +14,7 @@ FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
     ("masks", "solvers", "execution", "sampling", "head", "data", "config", "roofline"),
-    ("objective", "cache", "adapters", "nano", "machines"),
+    ("objective", "cache", "adapters", "nano", "machines", "tasks"),
     ("model", "batches", "totals"),
     ("decode", "train"),
     ("verified",),

@@ -231,9 +231,8 @@ def test_no_branch_behind_an_end_or_at_the_limit() -> None:
     assert sorted(accepted[used].tolist()) == [0, 1]
     run = settings_for(model, mode="verified", block_size=60, branches=60, max_new_tokens=3)
     state = BranchDrafts(model, [[5, 6]], [0], run)
-    assert state.cache.capacity <= 2 + 3 + 3 + 3 * (1 + 3), (
-        "no block is longer than the answer may be"
-    )  # type: ignore[attr-defined]
+    cache: Any = state.cache
+    assert cache.capacity <= 2 + 3 + 3 + 3 * (1 + 3), "no block is longer than the answer may be"
     state.step()
     accepted, _, used = state._plan()
     assert accepted[used].tolist() == [0]

@@ -1,0 +1,223 @@
+"""Benchmark tasks: rows of a file -> prompts, and whether an answer is right.
+
+A task's `version` counts changes of its prompts and of its check, and stands in every record. The
+rows are those of the public files: GSM8K, SVAMP, MATH, HumanEval, MBPP, and the prompts of MT-bench
+and Spec-Bench, which have no right answer and serve to measure speed.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from setblock.execution import passes
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question with its worked answer, which serves as an example, and what a check compares."""
+
+    key: str
+    prompt: str
+    answer: str
+    target: Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """How rows become questions, how a question is put, and when an answer is right.
+
+    read: (row, its number) -> Item; raises KeyError for a row of another form.
+    chat, plain: the user's turn, and the text that the answer continues, of "{prompt}".
+    check: None where there is no right answer.
+    stop: texts that end an answer in plain form, where a model goes on with the next question.
+    """
+
+    name: str
+    version: int
+    read: Callable[[Mapping[str, Any], int], Item]
+    chat: str
+    plain: str
+    check: Callable[[Item, str], bool] | None
+    stop: tuple[str, ...] = ()
+
+    def prompt(self, item: Item, examples: Sequence[Item], chat: bool) -> str:
+        """The text of a question behind solved examples."""
+        form = self.chat if chat else self.plain
+        solved = [f"{form.format(prompt=one.prompt)}\n{one.answer}\n\n" for one in examples]
+        return "".join(solved) + form.format(prompt=item.prompt)
+
+
+def load_items(task: Task, path: Path, limit: int | None = None) -> list[Item]:
+    """The items of a JSON, JSONL or gzipped JSONL file.
+
+    Raises: ValueError naming file and row for a row that is not of the task's form; OSError.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        text = file.read()
+    try:
+        rows = json.loads(text) if text.lstrip().startswith("[") else None
+        lines = text.splitlines()
+        rows = rows or [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
+    items = []
+    for number, row in enumerate(rows[:limit], start=1):
+        try:
+            items.append(task.read(row, number))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            wrong = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, row {number}: not of task {task.name}: {wrong}") from error
+    if not items:
+        raise ValueError(f"{path}: no rows")
+    return items
+
+
+# Numbers
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that an answer ends in.
+
+    That behind the last "####", else the last \\\\boxed one, else behind the last "answer is" or
+    "Answer:", else the last number of the text; None if there is none.
+    """
+    for pattern in (r"####\s*([^\n]*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer(?: is|:)\s*([^\n]*)"):
+        said = re.findall(pattern, text)
+        if said and (numbers := _numbers(said[-1])):
+            return numbers[0]
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def _numbers(text: str) -> list[Decimal]:
+    digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+    found = re.findall(rf"(?:(?<![\w.])-)?(?:{digits})", text)
+    return [Decimal(one.replace(",", "")) for one in found]
+
+
+def _same_number(item: Item, text: str) -> bool:
+    return final_number(text) == item.target
+
+
+def _gsm8k(row: Mapping[str, Any], number: int) -> Item:
+    target = final_number(row["answer"])
+    if target is None:
+        raise ValueError("the answer holds no number")
+    answer = re.sub(r"<<[^<>]*>>", "", row["answer"])  # a calculator's notes
+    return Item(str(number), row["question"], answer, target)
+
+
+def _svamp(row: Mapping[str, Any], number: int) -> Item:
+    body = row["Body"].strip()
+    question = body + (" " if body.endswith((".", "?", "!", ",")) else ", ") + row["Question"]
+    try:
+        target = Decimal(str(row["Answer"]))
+    except InvalidOperation:
+        raise ValueError(f"the answer {row['Answer']!r} is no number") from None
+    shown = target.to_integral_value() if target == target.to_integral_value() else target
+    return Item(str(row.get("ID", number)), question, f"#### {shown}", target)
+
+
+def _math(row: Mapping[str, Any], number: int) -> Item:
+    if "\\boxed" not in row["solution"]:
+        raise ValueError("the solution has no \\boxed answer")
+    return Item(str(row.get("idx", number)), row["problem"], row["solution"], row["solution"])
+
+
+def _same_expression(item: Item, text: str) -> bool:
+    """By math-verify, which parses LaTeX and compares values."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError('task math needs math-verify: pip install "setblock[eval]"') from error
+    return bool(verify(parse(item.target), parse(text)))
+
+
+# Programs
+
+
+def code_of(text: str, name: str | None = None) -> str:
+    """The program in an answer: the fenced block that defines `name`, else the first, else all."""
+    blocks = re.findall(r"```[^\n`]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    named = [block for block in blocks if name and re.search(rf"\bdef {name}\b", block)]
+    return (named or blocks or [text])[0]
+
+
+def _humaneval(row: Mapping[str, Any], number: int) -> Item:
+    target = {name: row[name] for name in ("prompt", "test", "entry_point")}
+    return Item(str(row["task_id"]), row["prompt"], row["canonical_solution"], target)
+
+
+def _runs(item: Item, text: str) -> bool:
+    """Whether the tests pass; the answer is the whole function, or the rest of the prompt's."""
+    prompt, name = item.target["prompt"], item.target["entry_point"]
+    code = code_of(text, name)
+    whole = re.search(rf"^def {name}\b", code, flags=re.MULTILINE)
+    # What the prompt defines beside the function, such as imports, counts for whole ones too.
+    program = prompt.partition(f"def {name}")[0] + code if whole else prompt + code
+    return passes(program, f"{item.target['test']}\ncheck({name})")
+
+
+def _mbpp(row: Mapping[str, Any], number: int) -> Item:
+    tests = "\n".join(row["test_list"])
+    target = {"setup": row.get("test_setup_code", ""), "tests": tests}
+    prompt = f"{row['text']}\nIt must pass these tests:\n{tests}"
+    return Item(str(row["task_id"]), prompt, f"```python\n{row['code']}\n```", target)
+
+
+def _passes_asserts(item: Item, text: str) -> bool:
+    setup = item.target["setup"] + "\n" if item.target["setup"] else ""
+    return passes(setup + code_of(text), item.target["tests"])
+
+
+def _prompts(row: Mapping[str, Any], number: int) -> Item:
+    """The first turn of a conversation."""
+    return Item(str(row["question_id"]), row["turns"][0], "", None)
+
+
+NUMBER = "{prompt}\n\nSolve it step by step. Write the final number in a last line behind ####."
+QUESTION = ("\nQuestion:", "\n\n\n")
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            *("gsm8k", 1, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
+            check=_same_number,
+            stop=QUESTION,
+        ),
+        Task(
+            *("svamp", 1, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
+            check=_same_number,
+            stop=QUESTION,
+        ),
+        Task(
+            *("math", 1, _math),
+            chat="{prompt}\n\nSolve it step by step. Put the final answer into \\boxed{{}}.",
+            plain="Problem: {prompt}\nSolution:",
+            check=_same_expression,
+            stop=("\nProblem:",),
+        ),
+        Task(
+            *("humaneval", 1, _humaneval),
+            chat="Complete this Python function. Answer with the whole function in a code block."
+            "\n\n```python\n{prompt}```",
+            plain="{prompt}",
+            check=_runs,
+            stop=("\nclass ", "\ndef ", "\nif ", "\nprint(", "\n#"),
+        ),
+        Task(
+            *("mbpp", 1, _mbpp),
+            chat="{prompt}\n\nAnswer with the Python code in a code block.",
+            plain="Task: {prompt}\nCode:",
+            check=_passes_asserts,
+            stop=("\nTask:",),
+        ),
+        Task("prompts", 1, _prompts, "{prompt}", "{prompt}", check=None),
+    )
+}

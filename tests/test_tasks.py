@@ -1,0 +1,209 @@
+"""Benchmark tasks: rows read as they are, prompts, and answers of every kind judged."""
+
+import gzip
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from setblock.tasks import TASKS, Item, code_of, final_number, load_items
+
+ROWS: dict[str, dict[str, Any]] = {
+    "gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\nSo $1,205.\n#### 1,205"},
+    "svamp": {"ID": "c-1", "Body": "Dave has 3", "Question": "How many?", "Answer": 5.0},
+    "math": {
+        "problem": "What is $1/2 + 1/4$?",
+        "solution": "It is $\\boxed{\\frac{3}{4}}$.",
+        "idx": 7,
+    },
+    "humaneval": {
+        "task_id": "HumanEval/0",
+        "prompt": "import math\n\ndef area(r):\n    '''Of a disc.'''\n",
+        "canonical_solution": "    return math.pi * r * r\n",
+        "test": "def check(candidate):\n    assert abs(candidate(1) - 3.14159) < 1e-4\n",
+        "entry_point": "area",
+    },
+    "mbpp": {
+        "task_id": 601,
+        "text": "Write a function to double a number.",
+        "code": "def double(x):\r\n    return 2 * x",
+        "test_list": ["assert double(2) == 4", "assert double(0) == 0"],
+        "test_setup_code": "",
+    },
+    "prompts": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+}
+
+
+def item(name: str) -> Item:
+    return TASKS[name].read(ROWS[name], 1)
+
+
+def right(name: str, text: str) -> bool:
+    check = TASKS[name].check
+    assert check is not None
+    return check(item(name), text)
+
+
+@pytest.mark.parametrize("name", set(TASKS) - {"prompts"})
+def test_the_worked_answer_is_right_and_nothing_is_wrong(name) -> None:
+    assert right(name, item(name).answer)
+    for text in ("", "\n\n", "I do not know.", item(name).prompt[:5], "#### ", "\\boxed{}", "```"):
+        assert not right(name, text)
+
+
+def test_every_task_has_a_row_here() -> None:
+    assert set(ROWS) == set(TASKS)
+
+
+def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
+    assert TASKS["prompts"].check is None
+    assert item("prompts").prompt == "Write."
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", "42"),
+        ("#### 41\nno: #### 42", "42"),
+        ("#### $1,234.50 per week", "1234.50"),
+        ("#### -7", "-7"),
+        ("3 + 4 = 7\n#### seven", "7"),
+        ("so \\boxed{12} of 30", "12"),
+        ("The answer is 8. That took 3 minutes.", "8"),
+        ("Answer: 1,000,000", "1000000"),
+        ("1, 2, and then 3", "3"),
+        ("between 10-12", "12"),
+        ("it is .5", "0.5"),
+        ("5.", "5"),
+        ("1.50 dollars", "1.5"),
+        ("12%", "12"),
+        ("no number", None),
+        ("", None),
+        ("####", None),
+        ("1" * 500, "1" * 500),
+    ],
+)
+def test_the_number_that_an_answer_ends_in(text, number) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_numbers_are_compared_by_value() -> None:
+    assert right("gsm8k", "#### 1205.00")
+    assert right("gsm8k", "It makes $1205")
+    assert not right("gsm8k", "#### 205")
+    assert not right("gsm8k", "#### 12055")
+    assert right("svamp", "#### 5.0")
+    assert item("svamp").prompt == "Dave has 3, How many?"
+    assert item("gsm8k").answer == "2 + 3 = 5\nSo $1,205.\n#### 1,205"
+
+
+@pytest.mark.parametrize("text", ["$\\frac{6}{8}$", "0.75", "so \\boxed{3/4}", "\\boxed{0.75}"])
+def test_expressions_are_compared_by_value(text) -> None:
+    assert right("math", text)
+
+
+@pytest.mark.parametrize("text", ["\\boxed{\\frac{3}{5}}", "\\boxed{", "{" * 500, "$x$"])
+def test_wrong_and_broken_expressions(text) -> None:
+    assert not right("math", text)
+
+
+AREA = "def area(r):\n    return math.pi * r * r"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python\n{AREA}\n```",
+        f"Sure!\n```python\nimport math\n{AREA}\n```\nIt squares r.",
+        f"```\nprint('no')\n```\nor\n```py\n{AREA}\n```",
+        f"```python\n{AREA}",  # cut off
+        AREA,
+        "    return math.pi * r ** 2\n",
+        "    return math.pi * r * r\ndef check(candidate):\n    raise SystemExit",
+    ],
+)
+def test_functions_in_any_wrapping(text) -> None:
+    assert right("humaneval", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    return 3",
+        "def volume(r):\n    return 3.14159",
+        "    pass\nimport sys\nsys.exit(0)",
+        "    while True: pass",
+        f"```python\n{AREA.replace('*', '+')}\n```",
+    ],
+)
+def test_wrong_functions(text) -> None:
+    assert not right("humaneval", text)
+
+
+def test_programs_and_their_asserts() -> None:
+    assert right("mbpp", "```python\ndef double(x):\n    return x + x\n```")
+    assert right("mbpp", "def double(x): return x + x")
+    assert not right("mbpp", "def double(x): return x + 2")
+    setup = TASKS["mbpp"].read(ROWS["mbpp"] | {"test_setup_code": "two = 2"}, 1)
+    check = TASKS["mbpp"].check
+    assert check is not None
+    assert check(setup, "def double(x): return two * x")
+
+
+def test_code_of_an_answer() -> None:
+    assert code_of("x = 1") == "x = 1"
+    assert code_of("```\na\n```\n```\nb\n```") == "a\n"
+    assert code_of("```\na\n```\n```\ndef f(): pass\n```", "f") == "def f(): pass\n"
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_with_examples(name, chat) -> None:
+    task = TASKS[name]
+    alone, two = (task.prompt(item(name), [item(name)] * count, chat) for count in (0, 2))
+    assert item(name).prompt in alone
+    assert "{" not in alone.replace("\\boxed{}", "")
+    assert two.endswith("\n\n" + alone)
+    assert two.count(item(name).prompt) == 3
+    assert two.count(item(name).answer) >= 2
+
+
+# Files
+
+
+def test_files_of_every_kind(tmp_path) -> None:
+    rows = [ROWS["gsm8k"], ROWS["gsm8k"] | {"question": "What?"}]
+    lines = "\n".join(map(json.dumps, rows)) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    expected = [TASKS["gsm8k"].read(row, number) for number, row in enumerate(rows, start=1)]
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz"):
+        assert load_items(TASKS["gsm8k"], tmp_path / name) == expected
+        assert load_items(TASKS["gsm8k"], tmp_path / name, limit=1) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gsm8k", "", "no rows"),
+        ("gsm8k", "{broken", "neither JSON nor JSONL"),
+        ("gsm8k", '{"question": "q"}', "row 1: not of task gsm8k: no field 'answer'"),
+        ("gsm8k", '{"question": "q", "answer": "none"}', "row 1: .* holds no number"),
+        ("svamp", json.dumps(ROWS["svamp"] | {"Answer": "x"}), "row 1: .* 'x' is no number"),
+        ("math", json.dumps(ROWS["math"] | {"solution": "4"}), "row 1: .* has no .boxed answer"),
+        ("prompts", '{"question_id": 1, "turns": []}', "row 1: not of task prompts"),
+        ("mbpp", "[1, 2]", "row 1: not of task mbpp"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, name, content, message) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_items(TASKS[name], file)
