@@ -10,7 +10,7 @@ from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_check
 
 import torch
 from accelerate import PartialState
@@ -33,6 +33,8 @@ ATTENTIONS = ("sdpa", "flex_attention")
 LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
 
 
+# It checks the types of its values itself, with an error for users: no runtime type check.
+@no_type_check
 @dataclass
 class Run:
     """What `setblock train` does beside the fields of SBDConfig; its options by the same names.
@@ -66,7 +68,7 @@ class Run:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Run).items():
             if not _is_a(getattr(self, name), kind):
-                wanted = getattr(kind, "__name__", str(kind))
+                wanted = str(kind) if get_args(kind) else kind.__name__
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         choices = {"method": adapters.METHODS, "answers": ANSWERS, "attention": ATTENTIONS}
         for name, allowed in choices.items():
@@ -91,6 +93,9 @@ class Run:
         if bool(self.decode_every) != (self.decode_data is not None):
             raise ValueError("decode_every and decode_data need each other")
         parse(self.decode_solver)
+
+
+del Run.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]  # it hides type hints
 
 
 def _is_a(value: object, kind: Any) -> bool:

@@ -83,7 +83,8 @@ def _spending(
         if value is not None and (type(value) is not int or value < least):
             return {}
     best = model.best_spending(size, rows, branches=branches, seeds=seeds, fixed_size=fixed_size)
-    return {"block_size": best.block_size, "branches": best.branches, "seeds": best.seeds}
+    branches = branches or best.branches
+    return {"block_size": best.block_size, "branches": branches, "seeds": best.seeds}
 
 
 @dataclass(frozen=True)

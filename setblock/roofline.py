@@ -163,13 +163,15 @@ def best_spending(
     """The block length, up to `block_size`, branches and seeds with the least seconds per token.
 
     Query tokens cost what `forward_s` says, and a forward yields `expected_tokens`. branches, seeds
-    and fixed_size hold what is not to be chosen. A block of 1 says that drafting does not pay.
+    and fixed_size hold what is not to be chosen. A block of 1 says that drafting does not pay; that
+    is no answer to somebody who asked for some of these.
     """
 
     def seconds(queries: int) -> float:
         return forward_s(dimensions, device, queries, batch, cached)
 
-    best = None if fixed_size else Spending(1, 1, 0, 1.0, seconds(1))
+    asked = fixed_size or branches is not None or seeds is not None
+    best = None if asked else Spending(1, 1, 0, 1.0, seconds(1))
     for size in (block_size,) if fixed_size else range(2, block_size + 1):
         for count in range(1, size + 1) if branches is None else (min(branches, size),):
             for more in HITS if seeds is None else (seeds,):

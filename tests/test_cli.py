@@ -415,7 +415,7 @@ def test_other_defaults_are_those_that_help_states(run, trained):
     for words in (
         "Default: the checkpoint's, else sbd.",
         "Default: the checkpoint's, else entropy:0.1.",
-        "Default: the checkpoint's, else 16.",
+        "Default: the checkpoint's, else 16;",
         "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
         "Default: the checkpoint's, else cuda if there is one.",
     ):
