@@ -450,24 +450,24 @@ def evaluate(
 @app.command()
 def roofline(
     model_name: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="[MODEL]",
             help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, or the "
-            "folder or hub name of a configuration.",
+            "folder or hub name of a configuration. Default: llama-3.1-8b.",
         ),
-    ] = "llama-3.1-8b",
+    ] = None,
     paper: Annotated[
         bool,
         typer.Option("--paper", help="Tables 3 and 4 as printed: paper's model, h100-paper, fp8."),
     ] = False,
     device: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="h100-paper, h100, h200, a100, l4, rtx-4090, mi300x, b200, or cpu: this one, "
-            "measured."
+            "measured. Default: h100."
         ),
-    ] = "h100",
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16.")
     ] = None,
@@ -491,8 +491,13 @@ def roofline(
     from setblock import machines
     from setblock import roofline as arithmetic
 
-    if paper:
-        model_name, device, weights, cache = "paper", "h100-paper", None, None
+    given = {"MODEL": model_name, "--device": device, "--weights": weights, "--cache": cache}
+    if paper and (ignored := [name for name, value in given.items() if value is not None]):
+        raise ValueError(
+            f"--paper has its own model and machine; leave out {' and '.join(ignored)}"
+        )
+    model_name = model_name or ("paper" if paper else "llama-3.1-8b")
+    device = device or ("h100-paper" if paper else "h100")
     for name, values in (
         ("batch", batch), ("kv", kv), ("block-size", block_size), ("nfe-speedup", nfe_speedup)
     ):  # fmt: skip

@@ -4,6 +4,7 @@ import functools
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,8 @@ def find_model(name: str) -> Dimensions:
     if name in MODELS:
         return MODELS[name]
     try:
+        if not Path(name).is_dir() and name.count("/") != 1:
+            raise ValueError("a name on the hub is owner/name")
         return dimensions_of(AutoConfig.from_pretrained(name))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(

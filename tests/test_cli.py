@@ -866,6 +866,8 @@ def test_roofline_of_another_model_and_machine(run):
         (["--batch", "0"], "--batch must be at least 1, got [0]"),
         (["--kv", "-1"], "--kv must be at least 1, got [-1]"),
         (["nowhere"], "no model 'nowhere'"),
+        (["--paper", "--device", "l4"], "--paper has its own model and machine; leave out --dev"),
+        (["qwen3-8b", "--paper", "--cache", "fp8"], "leave out MODEL and --cache"),
     ],
 )
 def test_wrong_words_of_roofline(run, words, message):
