@@ -2,7 +2,7 @@
 
     python examples/nano_table.py --out benchmarks/records
 
-The solver is picked on the validation split: of those whose mean accuracy is within one point of
+The setting is picked on the validation split: of those whose mean accuracy is within one point of
 the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split,
 on held-out wordings, and seconds at batch size 1. A stopped run goes on where it was.
 """
@@ -10,7 +10,7 @@ on held-out wordings, and seconds at batch size 1. A stopped run goes on where i
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,32 +25,29 @@ from setblock.solvers import EntropyBound
 
 GAMMAS = (0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 MARGIN = 0.01
-SOLVERS = (
-    *(str(EntropyBound(gamma)) for gamma in GAMMAS),
-    "entropy-threshold:0.05",
-    "entropy-threshold:0.2",
-    "confidence:0.99",
-    "prefix:0.9",
-)
-DEFAULT = "prefix:0.9"  # the shipped model's, reported where no solver keeps within the margin
+TWIN, NTP = "twin, token by token", "token by token"
+BLOCKS: dict[str, dict[str, Any]] = {
+    solver: {"mode": "sbd", "solver": solver}
+    for solver in (
+        *(str(EntropyBound(gamma)) for gamma in GAMMAS),
+        *("confidence:0.99", "prefix:0.99", "prefix:0.9"),
+    )
+}
+BLOCKS["prefix:0.99, next-token seed"] = BLOCKS["prefix:0.99"] | {"next_token_seed": True}
+VERIFIED: dict[str, dict[str, Any]] = {
+    "verified, 4 branches": {"mode": "verified", "block_size": 16, "branches": 4, "seeds": 0},
+}
+SETTINGS = {TWIN: {"mode": "ntp"}, NTP: {"mode": "ntp"}} | BLOCKS | VERIFIED
+DEFAULT = "prefix:0.9"  # the shipped model's, reported where nothing keeps within the margin
 console = Console(stderr=True)
-
-
-def runs(solvers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, decoding options): the twin and the SBD model token by token, then each solver."""
-    yield "nano-twin", {"mode": "ntp"}
-    yield "nano", {"mode": "ntp"}
-    for solver in solvers:
-        yield "nano", {"mode": "sbd", "solver": solver}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One line of a record: a model on a family under one setting."""
+    """One line of a record: a setting on a family."""
 
-    model: str
+    setting: str
     family: str
-    options: dict[str, Any]
     split: str
     held_out: bool
     limit: int
@@ -61,17 +58,17 @@ def score(job: Job) -> dict[str, Any]:
     """The line of a job, by one thread: as many jobs run at a time as there are workers."""
     torch.set_num_threads(1)
     problems = nano.problems(job.family, job.split, job.limit, held_out=job.held_out)
-    model = setblock.load(job.model, dtype="float32")
-    setblock.generate(model, problems[0].prompt, chat=True, max_new_tokens=20, **job.options)
-    line = evaluate.run(
-        model, job.family, problems, job.batch_size, lambda score: None, **job.options
-    )
-    return line | {"split": job.split, "held_out": job.held_out}
+    name = "nano-twin" if job.setting == TWIN else "nano"
+    options: Any = SETTINGS[job.setting]
+    model = setblock.load(name, dtype="float32")
+    setblock.generate(model, problems[0].prompt, chat=True, max_new_tokens=20, **options)
+    line = evaluate.run(model, job.family, problems, job.batch_size, lambda score: None, **options)
+    return {"setting": job.setting, **line, "split": job.split, "held_out": job.held_out}
 
 
 def measure(
     path: Path,
-    solvers: Sequence[str],
+    settings: Iterable[str],
     split: str,
     limit: int,
     batch_size: int,
@@ -81,12 +78,12 @@ def measure(
     """The record's results: those already in the file, then the missing ones, saved one by one."""
     record = json.loads(path.read_text()) if path.is_file() else evaluate.new_record()
     record["machine"]["threads"] = 1
-    done = {(one["task"], one["model"], one["mode"], one["solver"]) for one in record["results"]}
+    done = {(one["setting"], one["task"]) for one in record["results"]}
     jobs = [
-        Job(name, family, options, split, held_out, limit, batch_size)
-        for name, options in runs(solvers)
+        Job(setting, family, split, held_out, limit, batch_size)
+        for setting in settings
         for family in nano.FAMILIES
-        if (family, name, options["mode"], options.get("solver")) not in done
+        if (setting, family) not in done
     ]
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     with context.Pool(workers) as pool:
@@ -94,47 +91,30 @@ def measure(
             record["results"].append(line)
             evaluate.save_record(record, path)
             console.print(
-                f"{path.stem} {number} of {len(jobs)}: {line['model']} {line['task']} "
-                f"{line['solver'] or 'ntp'} {share(line)}, "
+                f"{path.stem} {number} of {len(jobs)}: {line['task']}, {line['setting']}: "
+                f"{share(line)}, "
                 f"{line['tokens_per_forward']:.2f} tokens per forward, {line['wall_s']:.0f} s"
             )
     return record["results"]
 
 
-def mean(
-    results: list[dict[str, Any]], model: str, mode: str, solver: str | None, key: str
-) -> float:
+def mean(results: list[dict[str, Any]], setting: str, key: str) -> float:
     """Mean over the families of one setting."""
-    setting = (model, mode, solver)
-    values = [one[key] for one in results if (one["model"], one["mode"], one["solver"]) == setting]
+    values = [one[key] for one in results if one["setting"] == setting]
     assert len(values) == len(nano.FAMILIES)
     return sum(values) / len(values)
 
 
-def pick_solver(results: list[dict[str, Any]]) -> str | None:
-    """The fastest solver within the margin of the twin, None if there is none."""
-    twin = mean(results, "nano-twin", "ntp", None, "score")
-    good = [
-        solver
-        for solver in SOLVERS
-        if mean(results, "nano", "sbd", solver, "score") >= twin - MARGIN
-    ]
-
-    def speed(solver: str) -> float:
-        return mean(results, "nano", "sbd", solver, "tokens_per_forward")
-
-    return max(good, key=speed, default=None)
+def pick_setting(results: list[dict[str, Any]]) -> str | None:
+    """The one with the most tokens per forward within the margin, None if there is none."""
+    least = mean(results, TWIN, "score") - MARGIN
+    good = [name for name in BLOCKS if mean(results, name, "score") >= least]
+    return max(good, key=lambda name: mean(results, name, "tokens_per_forward"), default=None)
 
 
-def find(
-    results: list[dict[str, Any]], family: str, model: str, solver: str | None
-) -> dict[str, Any]:
-    """The line of one family and setting; solver None is next-token decoding."""
-    [line] = [
-        one
-        for one in results
-        if (one["task"], one["model"], one["solver"]) == (family, model, solver)
-    ]
+def find(results: list[dict[str, Any]], family: str, setting: str) -> dict[str, Any]:
+    """The line of one family and setting."""
+    [line] = [one for one in results if (one["task"], one["setting"]) == (family, setting)]
     return line
 
 
@@ -148,20 +128,19 @@ def summary(
     test: list[dict[str, Any]],
     held_out: list[dict[str, Any]],
     latency: list[dict[str, Any]],
-    solver: str,
+    picked: str,
 ) -> str:
-    """Markdown: each family with the chosen solver, then all solvers."""
+    """Markdown: each family with the picked setting, then all settings."""
     lines = [
-        f"| family | twin, token by token | SBD model, token by token | SBD model, `{solver}` | "
+        f"| family | twin, token by token | SBD model, token by token | SBD model, `{picked}` | "
         "tokens per forward | held-out wordings (twin / SBD) | entropy of answers | "
         "wall clock, batch 1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for family in nano.FAMILIES:
-        twin, ntp = find(test, family, "nano-twin", None), find(test, family, "nano", None)
-        sbd = find(test, family, "nano", solver)
-        unseen = [find(held_out, family, "nano-twin", None), find(held_out, family, "nano", solver)]
-        slow, fast = find(latency, family, "nano", None), find(latency, family, "nano", solver)
+        twin, ntp, sbd = (find(test, family, setting) for setting in (TWIN, NTP, picked))
+        unseen = [find(held_out, family, setting) for setting in (TWIN, picked)]
+        slow, fast = (find(latency, family, setting) for setting in (NTP, picked))
         lines.append(
             f"| {family} | {share(twin)} | {share(ntp)} | {share(sbd)} "
             f"| {sbd['tokens_per_forward']:.2f} "
@@ -170,16 +149,15 @@ def summary(
         )
     lines += [
         "",
-        "| solver | mean accuracy | mean tokens per forward | wall clock, batch 1 |",
+        "| setting | mean accuracy | mean tokens per forward | wall clock, batch 1 |",
         "|---|---|---|---|",
     ]
-    slow_s = mean(latency, "nano", "ntp", None, "wall_s")
-    for one in SOLVERS:
-        setting = ("nano", "sbd", one)
+    slow_s = mean(latency, NTP, "wall_s")
+    for name in SETTINGS:
         lines.append(
-            f"| `{one}` | {mean(test, *setting, 'score'):.1%} "
-            f"| {mean(test, *setting, 'tokens_per_forward'):.2f} "
-            f"| {slow_s / mean(latency, *setting, 'wall_s'):.2f}x |"
+            f"| {name} | {mean(test, name, 'score'):.1%} "
+            f"| {mean(test, name, 'tokens_per_forward'):.2f} "
+            f"| {slow_s / mean(latency, name, 'wall_s'):.2f}x |"
         )
     return "\n".join(lines) + "\n"
 
@@ -196,26 +174,25 @@ def main(
 ) -> None:
     """Measure the bundled models; about an hour on two CPU cores at the default limits."""
     validation = measure(
-        out / "nano-validation.json", SOLVERS, "validation", validation_limit, batch_size, workers
+        out / "nano-validation.json", SETTINGS, "validation", validation_limit, batch_size, workers
     )
-    solver = pick_solver(validation)
-    console.print(f"solver picked on validation: {solver}")
-    if solver is None:
-        solver = DEFAULT
-        console.print(f"no solver keeps within one point of the twin: reporting {solver}")
-    picked = [solver]
-    latency = measure(out / "nano-latency.json", SOLVERS, "test", latency_limit, 1, 1)
+    picked = pick_setting(validation)
+    console.print(f"picked on validation: {picked}")
+    if picked is None:
+        picked = DEFAULT
+        console.print(f"no setting keeps within one point of the twin: reporting {picked}")
+    latency = measure(out / "nano-latency.json", SETTINGS, "test", latency_limit, 1, 1)
     held_out = measure(
         out / "nano-held-out.json",
-        picked,
+        [TWIN, NTP, picked],
         "test",
         held_out_limit,
         batch_size,
         workers,
         held_out=True,
     )
-    test = measure(out / "nano-test.json", SOLVERS, "test", limit, batch_size, workers)
-    (out / "nano-summary.md").write_text(summary(test, held_out, latency, solver))
+    test = measure(out / "nano-test.json", SETTINGS, "test", limit, batch_size, workers)
+    (out / "nano-summary.md").write_text(summary(test, held_out, latency, picked))
 
 
 if __name__ == "__main__":

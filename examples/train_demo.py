@@ -103,12 +103,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_dataset(
-    tokenizer: PreTrainedTokenizerFast, steps: int, batch_size: int, seed: int, num_ends: int
+    tokenizer: PreTrainedTokenizerFast, steps: int, batch_size: int, seed: int
 ) -> Dataset:
     """Token ids and completion masks: chat turns, now and then a plain prompt or small talk.
 
-    num_ends: end tokens after each answer. One ends it; a block's worth of them lets the model see,
-    as it will while decoding, blocks that go on behind the end.
     The rows of each step are sorted by length, so that its micro-batches need little padding.
     """
     rows: list[dict[str, list[int]]] = []
@@ -127,7 +125,7 @@ def build_dataset(
                 tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             )
         head_ids = tokenizer.encode(head, add_special_tokens=False)
-        answer_ids = tokenizer.encode(answer, add_special_tokens=False) + [END] * num_ends
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), END]
         mask = [0] * len(head_ids) + [1] * len(answer_ids)
         rows.append({"input_ids": head_ids + answer_ids, "completion_mask": mask})
     batches = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
@@ -177,7 +175,7 @@ def train_base(
                 warmup_steps=200,
             )
         ),
-        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=1, num_ends=1),
+        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=1),
         processing_class=tokenizer,
     )
     finish(trainer, folder)
@@ -197,9 +195,8 @@ def train_from_base(
         args=SBDConfig(
             **settings(folder, steps, batch_size, lr_scheduler_type="cosine", warmup_steps=50),
             objective=objective,
-            end_fill=0,  # the dataset has its own
         ),
-        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=2, num_ends=16),
+        train_dataset=build_dataset(tokenizer, steps, batch_size, seed=2),
         processing_class=tokenizer,
     )
     finish(trainer, folder)
@@ -227,7 +224,7 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where the stages' folders go.")] = Path(
         "runs/nano"
     ),
-    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1200,
+    base_steps: Annotated[int, typer.Option(help="Steps of the next-token base.")] = 1000,
     steps: Annotated[int, typer.Option(help="Steps of the twin and of the SBD model.")] = 2000,
     batch_size: Annotated[int, typer.Option(help="Problems a step.")] = 64,
     bundle_dir: Annotated[

@@ -206,9 +206,9 @@ def _story(rng: random.Random, **numbers: int) -> dict[str, str]:
 
 
 def _packs(rng: random.Random) -> Draft:
-    start, packs, size = rng.randint(5, 40), rng.randint(2, 9), rng.randint(3, 9)
+    start, packs, size = rng.randint(5, 30), rng.randint(2, 7), rng.randint(3, 9)
     bought = packs * size
-    given = rng.randint(2, start + bought - 1)
+    given = rng.randint(2, 9)
     s = _story(rng, start=start, packs=packs, size=size, given=given)
     thing, total = s["thing"], start + bought
     lines = [
@@ -220,9 +220,9 @@ def _packs(rng: random.Random) -> Draft:
 
 
 def _shopping(rng: random.Random) -> Draft:
-    count, price, fee = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
+    count, price, fee = rng.randint(2, 7), rng.randint(2, 9), rng.randint(2, 12)
     cost = count * price + fee
-    paid = cost + rng.randint(1, 60)
+    paid = (cost // 10 + rng.randint(1, 2)) * 10
     s = _story(rng, count=count, price=price, fee=fee, paid=paid)
     lines = [
         f"The {count} {s['thing']} cost {count} x {price} = {count * price} dollars.",
@@ -233,7 +233,7 @@ def _shopping(rng: random.Random) -> Draft:
 
 
 def _sharing(rng: random.Random) -> Draft:
-    people, each, kept = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 30)
+    people, each, kept = rng.randint(2, 7), rng.randint(2, 9), rng.randint(1, 9)
     extra = rng.randint(1, 40)
     total = people * each + kept
     if total <= extra:
@@ -248,12 +248,10 @@ def _sharing(rng: random.Random) -> Draft:
 
 
 def _saving(rng: random.Random) -> Draft:
-    weekly, weeks, spent = rng.randint(3, 9), rng.randint(3, 9), rng.randint(2, 30)
-    start = rng.randint(5, 40)
+    weekly, weeks, spent = rng.randint(3, 9), rng.randint(3, 7), rng.randint(2, 9)
+    start = rng.randint(5, 30)
     saved = weekly * weeks
     total = start + saved
-    if total <= spent:
-        spent = total - 1
     left = total - spent
     s = _story(rng, weekly=weekly, weeks=weeks, spent=spent, start=start)
     lines = [
@@ -448,7 +446,7 @@ def _expected(code: str, name: str, arguments: list) -> tuple[str, list]:
 
 
 def _sort(rng: random.Random) -> Draft:
-    items = rng.sample(range(1, 100), rng.randint(4, 5))
+    items = rng.sample(range(10, 100), rng.randint(4, 5))
     smallest = rng.random() < 0.5
     left, taken, lines = list(items), [], []
     while left:
@@ -462,7 +460,7 @@ def _sort(rng: random.Random) -> Draft:
 
 
 def _unique(rng: random.Random) -> Draft:
-    pool = rng.sample(range(1, 100), 4)
+    pool = rng.sample(range(10, 100), 4)
     items = [rng.choice(pool) for _ in range(rng.randint(4, 6))]
     seen: list[int] = []
     lines = []
@@ -477,7 +475,7 @@ def _unique(rng: random.Random) -> Draft:
 
 def _later(rng: random.Random) -> Draft:
     day = datetime.date(rng.randint(2000, 2039), rng.randint(1, 12), rng.randint(1, 28))
-    days = rng.randint(5, 40)
+    days = rng.randint(5, 30)
     left, year, month, of_month = days, day.year, day.month, day.day
     lines = [f"Start on {day}, go {days} days."]
     while True:
@@ -493,8 +491,8 @@ def _later(rng: random.Random) -> Draft:
                 f"{head}: enough for {left}, so day {of_month} + {left} = {of_month + left}."
             )
             break
+        lines.append(f"{head}: go on with {left} - {rest} = {left - rest}.")
         left -= rest
-        lines.append(f"{head}: go on with {left}.")
         year, month, of_month = year + month // 12, month % 12 + 1, 0
     answer = str(day + datetime.timedelta(days=days))
     return Draft({"date": str(day), "days": str(days)}, _final(lines, answer), answer)
