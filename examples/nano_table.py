@@ -30,15 +30,21 @@ BLOCKS: dict[str, dict[str, Any]] = {
     solver: {"mode": "sbd", "solver": solver}
     for solver in (
         *(str(EntropyBound(gamma)) for gamma in GAMMAS),
-        *("confidence:0.99", "prefix:0.99", "prefix:0.9"),
+        *("confidence:0.99", "prefix:0.999", "prefix:0.99", "prefix:0.9"),
     )
 }
 BLOCKS["prefix:0.99, next-token seed"] = BLOCKS["prefix:0.99"] | {"next_token_seed": True}
 VERIFIED: dict[str, dict[str, Any]] = {
-    "verified, 4 branches": {"mode": "verified", "block_size": 16, "branches": 4, "seeds": 0},
+    f"verified, {branches} branch{'es' * (branches > 1)}": {
+        "mode": "verified",
+        "block_size": 16,
+        "branches": branches,
+        "seeds": 0,
+    }
+    for branches in (1, 4)
 }
 SETTINGS = {TWIN: {"mode": "ntp"}, NTP: {"mode": "ntp"}} | BLOCKS | VERIFIED
-DEFAULT = "prefix:0.9"  # the shipped model's, reported where nothing keeps within the margin
+DEFAULT = "prefix:0.99"  # the shipped model's, reported where nothing keeps within the margin
 console = Console(stderr=True)
 
 
