@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -27,6 +28,8 @@ def load_rows(
 ) -> Dataset:
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
+    A column more, "where", names the file and line of each, or the dataset and row.
+
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
@@ -40,7 +43,9 @@ def load_rows(
             raise ValueError(f"no file {name!r}")
         if path.suffix in (".jsonl", ".json"):
             read: list[dict[str, Any]] = []
+            places: Any = []
             for where, row in _json_rows(path):
+                places.append(where)
                 read.append(_checked(row, where, renamed))
                 if _kind(read[-1]) != _kind(read[0]):
                     raise ValueError(
@@ -49,7 +54,7 @@ def load_rows(
                     )
             if not read:
                 raise ValueError(f"{name} holds no rows")
-            parts.append(Dataset.from_list(read))
+            parts.append(Dataset.from_list(read).add_column("where", places))
             continue
         try:
             if path.suffix == ".parquet":
@@ -66,9 +71,10 @@ def load_rows(
         columns = [old.get(column, column) for column in _format(dataset[0], name, renamed)]
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
-        for number, row in enumerate(dataset):
-            _checked(row, f"{name}: row {number}", {})
-        parts.append(dataset)
+        places = [f"{name}: row {number}" for number in range(len(dataset))]
+        for where, row in zip(places, dataset, strict=True):
+            _checked(row, where, {})
+        parts.append(dataset.add_column("where", places))
     kinds = {tuple(sorted(part.column_names)) for part in parts}
     if len(kinds) > 1:
         raise ValueError(f"data of different formats: {' and '.join(map(str, sorted(kinds)))}")
@@ -77,14 +83,17 @@ def load_rows(
 
 
 def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
-    """Rows as the trainer takes them: conversations tokenised, assistant turns told apart.
+    """Rows of load_rows as the trainer takes them: conversations tokenised, turns told apart.
 
     chat: put prompt and completion strings into the tokenizer's chat template.
-    Raises: ValueError without a chat template, or for one that rewrites earlier turns.
+    Raises: ValueError without a chat template, and naming the row for one that fails or that
+    rewrites earlier turns.
     """
+    places = rows["where"]
+    rows = rows.remove_columns("where")
     first = rows[0]
     if chat and isinstance(first.get("prompt"), str):
-        rows = rows.map(_as_turns, remove_columns=rows.column_names, desc="Chat turns")
+        rows = rows.map(_as_turns, desc="Chat turns")
         first = rows[0]
     talks = "messages" in first or isinstance(first.get("prompt"), list)
     if not talks:
@@ -97,9 +106,13 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
             "prompt and completion texts, or a model with a template"
         )
     if "messages" not in first:
-        return rows  # trl renders the prompt alone and knows where the completion begins
+        # trl renders the prompt alone and knows where the completion begins; it would not say
+        # which row its template refuses.
+        for where, row in zip(places, rows, strict=True):
+            _render(tokenizer, row["prompt"] + row["completion"], where)
+        return rows
     return rows.map(
-        lambda row, index: conversation(tokenizer, row["messages"], index),
+        lambda row, index: conversation(tokenizer, row["messages"], places[index]),
         with_indices=True,
         remove_columns=rows.column_names,
         desc="Tokenizing conversations",
@@ -107,37 +120,39 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
 
 
 def conversation(
-    tokenizer: Any, messages: list[dict[str, Any]], index: int = 0
+    tokenizer: Any, messages: list[dict[str, Any]], where: str = "a conversation"
 ) -> dict[str, list[int]]:
     """Token ids of a conversation, and a mask that is 1 on what the assistant says.
 
     The template's own marks say what that is, or those of the form of it that trl knows for
     training. Without any, a turn is what the template adds to the conversation so far, with the
     assistant's cue.
-    Raises: ValueError naming the row (`index`) where such a template renders an earlier turn
-    otherwise once later ones follow, so that there is no telling turns apart.
+    Raises: ValueError that begins with `where`, if the template refuses the conversation, or
+    renders an earlier turn otherwise once later ones follow, so that turns can't be told apart.
     """
     if (template := _marked_template(tokenizer)) is not None:
-        marked = tokenizer.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        marked = _render(
+            tokenizer,
+            messages,
+            where,
+            tokenize=True,
+            chat_template=template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         if 1 not in marked["assistant_masks"]:
-            raise ValueError(f"row {index}: no assistant turn to learn from")
+            raise ValueError(f"{where}: no assistant turn to learn from")
         return {"input_ids": marked["input_ids"], "completion_mask": marked["assistant_masks"]}
-
-    def render(turns: list[dict[str, Any]], **more: Any) -> str:
-        return tokenizer.apply_chat_template(turns, tokenize=False, **more)
-
     text, ids, mask = "", [], []
-    whole = render(messages)
+    whole = _render(tokenizer, messages, where)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        cue = render(messages[:number], add_generation_prompt=True)
-        said = render(messages[: number + 1])
+        cue = _render(tokenizer, messages[:number], where, add_generation_prompt=True)
+        said = _render(tokenizer, messages[: number + 1], where)
         if not (cue.startswith(text) and said.startswith(cue) and whole.startswith(said)):
             raise ValueError(
-                f"row {index}: the chat template renders turn {number} otherwise once more turns "
+                f"{where}: the chat template renders turn {number} otherwise once more turns "
                 "follow; give such data as prompt and completion"
             )
         for part, learned in ((cue[len(text) :], 0), (said[len(cue) :], 1)):
@@ -146,7 +161,7 @@ def conversation(
             mask += [learned] * len(tokens)
         text = said
     if not any(mask):
-        raise ValueError(f"row {index}: no assistant turn to learn from")
+        raise ValueError(f"{where}: no assistant turn to learn from")
     return {"input_ids": ids, "completion_mask": mask}
 
 
@@ -158,6 +173,16 @@ def _marked_template(tokenizer: Any) -> str | None:
         return get_training_chat_template(tokenizer)
     except ValueError:  # a template that trl does not know
         return None
+
+
+def _render(
+    tokenizer: Any, messages: list[dict[str, Any]], where: str, tokenize: bool = False, **more: Any
+) -> Any:
+    """The conversation in the tokenizer's chat template, whose errors name the place."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, **more)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(f"{where}: the chat template refuses it: {error}") from error
 
 
 def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         held_out = _as_prompts(held_out, model, run)
     if run.answers == "model":
         rows = _own_answers(run, model, _as_prompts(rows, model, run), say)
-    rows = prepare(rows, model.tokenizer, run.chat)
+    else:
+        rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
         set_seed(config.seed)  # of the adapter's first values
         network: Any = adapters.attach(
@@ -265,8 +266,8 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     """What the run will take: bytes by arithmetic, seconds and peak by one micro-batch tried now.
 
     peak_bytes: what this process held at most until now, activations included, the optimizer not.
-    With several processes nothing is tried, and the bytes are those of a process that holds
-    everything (as with DDP).
+    The bytes are those of one process, which holds everything. Processes that share the weights
+    out among them (FSDP, DeepSpeed) try nothing: none of them could hold the model before it is cut.
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
     """
     args, network = trainer.args, trainer.model
@@ -283,10 +284,10 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         "steps": None,
         "seconds": None,
     }
-    if args.world_size > 1:
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return cost
-    state = torch.get_rng_state()
-    try:
+    devices = [args.device] if args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
         loader = trainer.get_train_dataloader()
         batch = next(iter(loader))
         network.to(args.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -300,16 +301,15 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
-    finally:
-        torch.set_rng_state(state)
-        network.zero_grad()
-        trainer.forget()
+    network.zero_grad()
+    trainer.forget()
     per_step = args.gradient_accumulation_steps
     steps = args.max_steps
     if steps <= 0 and isinstance(trainer.train_dataset, Sized):
-        batches = math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
+        rows_at_a_time = args.per_device_train_batch_size * args.world_size
+        batches = math.ceil(len(trainer.train_dataset) / rows_at_a_time)
         steps = math.ceil(math.ceil(batches / per_step) * args.num_train_epochs)
-    cost["tokens_per_second"] = tokens / seconds
+    cost["tokens_per_second"] = args.world_size * tokens / seconds
     cost["peak_bytes"] = _peak_bytes(args.device)
     if steps > 0:
         cost |= {"steps": steps, "seconds": seconds * per_step * steps}

@@ -31,6 +31,10 @@ def write(path, rows):
     return str(path)
 
 
+def read(*files, **more):
+    return load_rows(files, **more).remove_columns("where").to_list()
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize(
     "rows",
@@ -52,15 +56,17 @@ def test_formats_and_files(tmp_path, suffix, rows):
         Dataset.from_list(more).to_parquet(str(file))
     else:
         file.write_text(json.dumps(more) if suffix == "json" else "\n".join(map(json.dumps, more)))
-    assert load_rows([str(file)]).to_list() == rows
-    assert load_rows([str(file), str(file)], limit=1).to_list() == rows[:1]
+    assert read(str(file)) == rows
+    assert read(str(file), str(file), limit=1) == rows[:1]
+    [where, *_] = load_rows([str(file)])["where"]
+    assert where == f"{file}:1" if suffix == "jsonl" else f"{file}: row 0"
 
 
 def test_line_breaks_inside_of_texts(tmp_path):
     rows = [{"text": "a\u2028b"}, {"text": "c\u0085d\x0ce"}]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    assert load_rows([str(file)]).to_list() == rows
+    assert read(str(file)) == rows
 
 
 def test_configuration_of_a_hub_dataset(monkeypatch):
@@ -75,13 +81,14 @@ def test_configuration_of_a_hub_dataset(monkeypatch):
     monkeypatch.setattr("setblock.data.load_dataset", load_dataset)
     rows = load_rows(["openai/gsm8k:main"], "test", "question", "answer")
     assert asked == [("openai/gsm8k", "main", "test")]
-    assert rows.to_list() == [{"prompt": "a", "completion": "b"}]
+    place = "openai/gsm8k:main: row 0"
+    assert rows.to_list() == [{"prompt": "a", "completion": "b", "where": place}]
 
 
 def test_columns_of_other_names(tmp_path):
     file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b", "text": "c"}])
-    rows = load_rows([file], prompt_field="question", completion_field="answer")
-    assert rows.to_list() == [{"prompt": "a", "completion": "b"}]
+    rows = read(file, prompt_field="question", completion_field="answer")
+    assert rows == [{"prompt": "a", "completion": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -159,8 +166,8 @@ def test_marked_templates_say_what_is_learned():
     row = conversation(tokenizer("{{ messages | length }}" + marked), TALK)
     pairs = list(zip(row["input_ids"], row["completion_mask"], strict=True))
     assert tokenizer().decode([token for token, on in pairs if on]) == "yes?</s>4</s>"
-    with pytest.raises(ValueError, match="row 3: no assistant turn"):
-        conversation(tokenizer(marked), TALK[:1], 3)
+    with pytest.raises(ValueError, match="a file:3: no assistant turn"):
+        conversation(tokenizer(marked), TALK[:1], "a file:3")
 
 
 def test_templates_that_trl_knows_are_marked_by_it():
@@ -176,15 +183,31 @@ def test_templates_that_trl_knows_are_marked_by_it():
 
 def test_templates_that_rewrite_the_past_are_refused():
     counting = "{{ messages | length }}" + TEMPLATE
-    with pytest.raises(ValueError, match="row 7: the chat template renders turn"):
-        conversation(tokenizer(counting), TALK, 7)
-    with pytest.raises(ValueError, match="row 3: no assistant turn"):
-        conversation(tokenizer(), TALK[:1], 3)
+    with pytest.raises(ValueError, match="a file:7: the chat template renders turn"):
+        conversation(tokenizer(counting), TALK, "a file:7")
+    with pytest.raises(ValueError, match="a file:3: no assistant turn"):
+        conversation(tokenizer(), TALK[:1], "a file:3")
+
+
+@pytest.mark.parametrize("kind", ["messages", "pairs"])
+def test_conversations_that_the_template_refuses_are_named_by_line(tmp_path, kind):
+    picky = tokenizer(
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system role') }}{% endif %}{% endfor %}" + TEMPLATE
+    )
+    talk = [{"role": "system", "content": "be brief"}, *TALK[:2]]
+    rows = {
+        "messages": [{"messages": TALK}, {"messages": talk}],
+        "pairs": [{"prompt": some[:-1], "completion": some[-1:]} for some in (TALK, talk)],
+    }
+    file = write(tmp_path / "rows.jsonl", rows[kind])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the chat template refuses it: no system"):
+        prepare(load_rows([file]), picky)
 
 
 def test_preparation(tmp_path):
     pairs = load_rows([write(tmp_path / "a.jsonl", [{"prompt": "2+2", "completion": "4"}])])
-    assert prepare(pairs, tokenizer()).to_list() == pairs.to_list()
+    assert prepare(pairs, tokenizer()).to_list() == [{"prompt": "2+2", "completion": "4"}]
     [row] = prepare(pairs, tokenizer(), chat=True).to_list()
     assert row == {
         "prompt": [{"role": "user", "content": "2+2"}],

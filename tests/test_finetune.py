@@ -461,30 +461,40 @@ def test_every_option_is_typed_in_this_file():
                     assert f'"{option}"' in typed, f"no test types {option} of {name}"
 
 
+def launch(ranks: int, *words: object) -> str:
+    """What `setblock` says on stderr, under torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *start, "-m", "setblock", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "FutureWarning" not in done.stderr
+    assert "gemm" not in done.stderr, "bitsandbytes says at import that it has no CPU kernels"
+    return " ".join(done.stderr.split())
+
+
 def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
-    """What torchrun starts: one folder, one model, the same losses as one process."""
+    """What torchrun starts: one folder, one model, the same losses as one process; and resumed."""
     where = ["train", "--model", checkpoint("llama"), "--data", rows, "--lr-scheduler-type"]
     words = [*where, "constant", "--optim", "sgd", *QUICK.split(), "--logging-steps", "1"]
     words[words.index("--per-device-train-batch-size") + 1] = "1"
-    program = ["-m", "setblock"]
+    words += ["--save-steps", "2"]
     logs = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         per_step = ["--gradient-accumulation-steps", str(4 // ranks), "--output-dir", folder]
-        done = subprocess.run(
-            [sys.executable, *launch, *program, *map(str, [*words, *per_step])],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "FutureWarning" not in done.stderr
-        assert "gemm" not in done.stderr, "bitsandbytes says at import that it has no CPU kernels"
+        said = launch(ranks, *words, *per_step)
+        assert len(re.findall(r"about [\d,]+ tokens a second, 3 steps in about", said)) == 1
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         logs.append([line["matp_loss"] for line in lines if "matp_loss" in line])
         assert load(folder).trained
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "2" / "checkpoint-2", again / "checkpoint-2")
+    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("2", "again"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
+    assert [line["matp_loss"] for line in last if "matp_loss" in line] == logs[1][2:]
 
 
 def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
