@@ -267,7 +267,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
 
     peak_bytes: what this process held at most until now, activations included, the optimizer not.
     The bytes are those of one process, which holds everything. Processes that share the weights
-    out among them (FSDP, DeepSpeed) try nothing: none of them could hold the model before it is cut.
+    out among them (FSDP, DeepSpeed) try nothing: none could hold the model before it is cut.
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
     """
     args, network = trainer.args, trainer.model
