@@ -109,7 +109,8 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
         # trl renders the prompt alone and knows where the completion begins; it would not say
         # which row its template refuses.
         for where, row in zip(places, rows, strict=True):
-            _render(tokenizer, row["prompt"] + row["completion"], where)
+            turns: Any = row
+            _render(tokenizer, turns["prompt"] + turns["completion"], where)
         return rows
     return rows.map(
         lambda row, index: conversation(tokenizer, row["messages"], places[index]),

@@ -19,6 +19,7 @@ from fakes import TableModel
 import setblock
 from setblock import cli, evaluate, generation, nano, roofline
 from setblock import model as models
+from setblock.cli import common
 
 SHORT = ["--max-new-tokens", "8"]
 KEYS = [
@@ -256,7 +257,7 @@ def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
     """The clock stands still but for one second in each of these three."""
     now = 0.0
-    load, start, step = models.load, cli._warm_up, generation.DecodeState.step
+    load, start, step = models.load, common.warm_up, generation.DecodeState.step
 
     def second(function: Callable) -> Callable:
         def timed(*words: Any, **options: Any) -> Any:
@@ -268,7 +269,7 @@ def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
 
     monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
     monkeypatch.setattr(models, "load", second(load))
-    monkeypatch.setattr(cli, "_warm_up", second(start))
+    monkeypatch.setattr(cli.answering, "warm_up", second(start))
     monkeypatch.setattr(generation.DecodeState, "step", second(step))
     words = ["--prompt", "hi", "--solver", "fixed:2", "--json", *SHORT]
     answer = run("generate", trained, *words).json
@@ -499,6 +500,15 @@ def test_demo_checks_its_own_problems(run, checkpoint, monkeypatch):
     prompts = [[one["prompt"] for one in answer["answers"]] for answer in (first, other)]
     assert len(set(prompts[0])) == 5
     assert not set(prompts[0]) & set(prompts[1])
+
+
+def test_demo_of_chosen_modes(run, answering):
+    answering(TableModel.spelling("some answer", start=3))
+    words = ["--prompt", "hi", "--block-size", "4", "--mode", "verified", "--mode", "ntp"]
+    answer = run("demo", *words, "--json").json
+    assert [one["mode"] for one in answer["totals"]] == ["verified", "ntp"]
+    assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
+    assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
 
 
 def test_demo_needs_a_chat_template(run, checkpoint):
@@ -732,7 +742,8 @@ def test_ctrl_c_while_decoding(run, trained, monkeypatch, command, as_json):
     def interrupted(self: generation.DecodeState) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_warm_up", lambda model, mode: None)
+    for commands in (cli.answering, cli.measuring):
+        monkeypatch.setattr(commands, "warm_up", lambda model, mode: None)
     monkeypatch.setattr(generation.DecodeState, "step", interrupted)
     result = run(command, *words, *["--json"] * as_json)
     assert (result.code, result.err) == (130, "error: interrupted\n")

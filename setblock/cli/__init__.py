@@ -1,0 +1,20 @@
+"""The `setblock` command. Every command also answers in JSON; errors are one line on stderr."""
+
+import typer
+
+from setblock.cli import answering, measuring, training
+from setblock.cli.common import app, fail
+
+__all__ = ["answering", "app", "main", "measuring", "training"]
+
+
+def main() -> None:
+    """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
+    try:
+        code = app(prog_name="setblock", standalone_mode=False)
+    except typer.TyperException as error:  # words that no command takes
+        fail(error.format_message() or "a command is missing", error.exit_code)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        fail(str(error) or type(error).__name__, 1)
+    if code == 130:  # typer's answer to Ctrl-C
+        fail("interrupted", code)

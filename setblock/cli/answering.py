@@ -1,0 +1,292 @@
+"""Commands that answer prompts: generate, demo; and info."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from setblock.cli.common import (
+    BlockSizeOption,
+    BranchesOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    FallbackOption,
+    JsonOption,
+    MaskTokenOption,
+    Mode,
+    ModelName,
+    ModeOption,
+    SeedFirstOption,
+    SeedsOption,
+    SolverOption,
+    app,
+    err,
+    load_model,
+    out,
+    print_json,
+    warm_up,
+    warn_untrained,
+)
+
+if TYPE_CHECKING:
+    from setblock.generation import Generation
+    from setblock.model import Model
+
+
+@app.command()
+def generate(
+    model_name: ModelName,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt. Default: read from stdin.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File that holds the prompt.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids such as 1,2,3, used as they are.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    mode: ModeOption = None,
+    mask_token_id: MaskTokenOption = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this mass.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampling noise.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
+    ] = False,
+    next_token_seed: SeedFirstOption = False,
+    fallback: FallbackOption = None,
+    draft: DraftOption = None,
+    branches: BranchesOption = None,
+    seeds: SeedsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    show_steps: Annotated[
+        bool, typer.Option("--show-steps", help="Show what each forward revealed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt.
+
+    Seconds count neither loading nor the warm-up (a two-token answer to a one-token prompt).
+    """
+    from setblock.generation import encode, settings_for, stream
+
+    text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
+    model = load_model(model_name, dtype, device, mask_token_id)
+    options: dict[str, Any] = {
+        "mode": mode.value if mode else None,
+        "solver": solver,
+        "block_size": block_size,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
+        "next_token_seed": next_token_seed or None,
+        "fallback": fallback,
+        "draft": draft.value if draft else None,
+        "branches": branches,
+        "seeds": seeds,
+    }
+    settings = settings_for(model, **options)
+    ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
+    reveals = stream(model, ids, **options)  # checks the prompt before the first forward
+    warn_untrained(model, settings.mode)
+    if settings.mode == "verified" and settings.block_size == 1 and block_size is None:
+        err.print(
+            "drafting does not pay here by arithmetic: decoding token by token (--block-size "
+            "drafts all the same)",
+            style="yellow",
+        )
+    warm_up(model, settings.mode)
+    steps, generation = [], None
+    for reveal in reveals:
+        steps.append(reveal)
+        generation = reveal.generation
+        if as_json:
+            continue
+        if show_steps:
+            pieces = ", ".join(
+                f"{place}:{model.decode([token])!r}" for place, token in reveal.drafts
+            )
+            print(f"forward {reveal.nfe}: {pieces}", flush=True)
+        else:  # not through rich, which drops control characters and expands tabs
+            print(reveal.text, end="", flush=True)
+    assert generation is not None
+    if as_json:
+        answer = to_json(generation, model)
+        if show_steps:
+            answer["steps"] = [{"nfe": one.nfe, "drafts": one.drafts} for one in steps]
+        print_json(answer)
+        return
+    print(generation.text if show_steps else "", flush=True)
+    err.print(
+        f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
+        f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s "
+        f"({generation.finish_reason})",
+        style="dim",
+    )
+
+
+@app.command()
+def info(
+    model_name: ModelName,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a model's architecture, mask token, whether it is SBD-trained, and its defaults."""
+    model = load_model(model_name, dtype, device, mask_token_id)
+    config = model.network.config
+    facts = {
+        "model": model.name,
+        "architecture": type(model.network).__name__,
+        "parameters": sum(weight.numel() for weight in model.network.parameters()),
+        "layers": config.num_hidden_layers,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "mask_token_id": model.mask_token_id,
+        "mask_token_source": model.mask_token_source,
+        "eos_token_ids": sorted(model.eos_token_ids),
+        "sbd_trained": model.trained,
+        **{f"default_{name}": value for name, value in model.defaults.items()},
+    }
+    if as_json:
+        print_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, f"{value:,}" if name == "parameters" else str(value))
+    out.print(table)
+
+
+@app.command()
+def demo(
+    model_name: Annotated[str, typer.Option("--model", help="Which model answers.")] = "nano",
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask this instead of the built-in problems; may be given again."),
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
+    ] = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    seed: Annotated[int, typer.Option(help="Other built-in problems.")] = 0,
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Show tokens as forwards reveal them.")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a model answer prompts by each mode: token by token, then by set block decoding."""
+    from setblock import live as show
+    from setblock import nano
+
+    model = load_model(model_name, None, None, None)
+    modes = list(dict.fromkeys(mode or (Mode.ntp, Mode.sbd)))
+    if solver and Mode.sbd not in modes:
+        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver!r}")
+    for one in modes:
+        warn_untrained(model, one)
+    problems = [] if prompt else [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
+    prompts = prompt or [problem.prompt for problem in problems]
+    for one in modes:
+        warm_up(model, one)
+    answers = []
+    for number, question in enumerate(prompts):
+        if not as_json:
+            out.rule(Text(f"{number + 1} of {len(prompts)}", style="bold"))
+            out.print(question, style="bold")
+        for one in modes:
+            options: dict[str, Any] = {"mode": one, "block_size": block_size}
+            if one == Mode.sbd:
+                options["solver"] = solver
+            console = None if as_json else out
+            generation = show.watch(model, question, options, console, animate=live)
+            right = nano.check(problems[number], generation.text) if problems else None
+            answers.append({"prompt": question, "correct": right, **to_json(generation, model)})
+    totals = [show.total(answers, one) for one in modes]
+    if as_json:
+        print_json({"model": model.name, "answers": answers, "totals": totals})
+        return
+    out.print(show.table(totals))
+
+
+def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
+    """The JSON form of a result; solver, block_size and draft are null where they are not used."""
+    settings = generation.settings
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "num_tokens": generation.num_tokens,
+        "nfe": generation.nfe,
+        "prefill_forwards": generation.prefill_forwards,
+        "tokens_per_forward": generation.tokens_per_forward,
+        "reveal_step": generation.reveal_step,
+        "entropy": generation.entropy,
+        "wall_s": generation.wall_s,
+        "prefill_s": generation.prefill_s,
+        "decode_s": generation.decode_s,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": generation.prompt_tokens,
+        "mode": settings.mode,
+        "solver": str(settings.solver) if settings.uses_solver else None,
+        "block_size": settings.block_size if settings.mode != "ntp" else None,
+        "max_new_tokens": settings.max_new_tokens,
+        **asdict(settings.sampler),
+        "stop": settings.stop,
+        "ignore_eos": settings.ignore_eos,
+        "next_token_seed": settings.next_token_seed,
+        "fallback": settings.fallback,
+        "draft": settings.draft if settings.mode == "verified" else None,
+        "branches": settings.branches,
+        "seeds": settings.seeds,
+        "model": model.name,
+        "mask_token_id": model.mask_token_id,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+
+
+def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
+    given = [
+        name
+        for name, value in (("--prompt", prompt), ("--prompt-file", file), ("--prompt-ids", ids))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"give one prompt: {' and '.join(given)} exclude each other")
+    if ids is not None:
+        try:
+            return [int(token) for token in ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    if prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
+    text = sys.stdin.read() if prompt is None else prompt
+    text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
+    return text

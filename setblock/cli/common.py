@@ -1,0 +1,187 @@
+"""What the commands share: the application, its consoles, options, and how it loads and fails."""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from setblock.model import Model
+
+app = typer.Typer(
+    help="Set block decoding: several tokens per forward from an ordinary causal language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Names and model text are shown as they are: no [markup], no :emoji:.
+out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+err = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+class Mode(StrEnum):
+    """How to decode."""
+
+    sbd = "sbd"
+    ntp = "ntp"
+    verified = "verified"
+
+
+class Draft(StrEnum):
+    """Where mode verified takes its drafts from."""
+
+    branches = "branches"
+    solver = "solver"
+
+
+class Dtype(StrEnum):
+    """Floating-point type of weights and activations."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+SOLVERS_HELP = (
+    "Which masked positions each forward reveals: entropy:GAMMA (the paper's), "
+    "confidence-bound:GAMMA, margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, "
+    "fixed:N or prefix:TAU. "
+    "Default: the checkpoint's, else entropy:0.1."
+)
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A bundled model (nano, nano-twin), a checkpoint folder, a GGUF file, or a hub name.",
+    ),
+]
+MaskTokenOption = Annotated[
+    int | None,
+    typer.Option("--mask-token-id", help="Mask token to use instead of the one `info` shows."),
+]
+ModeOption = Annotated[
+    Mode | None,
+    typer.Option(
+        help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
+        "ntp. Default: the checkpoint's, else sbd."
+    ),
+]
+SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a block. Default: the checkpoint's, else 16; with --draft branches up to "
+        "that, what is quickest by arithmetic."
+    ),
+]
+SeedFirstOption = Annotated[
+    bool,
+    typer.Option(
+        "--next-token-seed",
+        help="Mode sbd: the first token of each block is the next-token one, at no forward's cost.",
+    ),
+]
+FallbackOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Mode sbd: finish a block token by token once every masked slot's entropy is above "
+        "this many nats. Default: never."
+    ),
+]
+DraftOption = Annotated[
+    Draft | None,
+    typer.Option(
+        help="Mode verified: branches drafts in the forward that verifies, solver in forwards of "
+        "its own, with --solver. Default: branches."
+    ),
+]
+BranchesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Mode verified: behind how many accepted lengths, the likeliest, the next draft is "
+        "made. Default: what is quickest by arithmetic."
+    ),
+]
+SeedsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Mode verified: for each of them, drafts that begin with one of the likeliest tokens. "
+        "Default: what is quickest by arithmetic."
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1 ... Default: the checkpoint's, else cuda if there is one."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def load_model(
+    name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None
+) -> "Model":
+    """The model of a command; a spinner on a terminal meanwhile."""
+    from transformers.utils import logging as transformers_logging
+
+    from setblock.model import load
+
+    transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
+    with err.status(Text(f"loading {name}")):
+        return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
+
+
+def quiet_libraries() -> None:
+    """What libraries say at import and nobody here can act on, before they are imported."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no prebuilt CPU kernels for it
+    # trl's own default for SFTConfig; transformers will rename the field.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+
+
+def warn_untrained(model: "Model", mode: str) -> None:
+    """One line on stderr for a model that was never trained for this mode."""
+    if mode != "ntp" and not model.trained:
+        err.print(
+            f"warning: {model.name} was never trained for set block decoding; expect "
+            + ("poor text" if mode == "sbd" else "no speed-up")
+            + " (mode ntp is unaffected)",
+            style="yellow",
+        )
+
+
+def warm_up(model: "Model", mode: str) -> None:
+    """First forwards allocate and choose kernels; keep that out of the times."""
+    from setblock.generation import generate as answer
+
+    first = (
+        model.bos_token_id
+        if model.bos_token_id is not None
+        else min(model.eos_token_ids, default=0)
+    )
+    answer(model, [[first]], mode=mode, max_new_tokens=2, ignore_eos=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """All that stdout holds with --json."""
+    print(json.dumps(value), flush=True)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """One line on stderr, and the end."""
+    err.print("error:", " ".join(message.split()), style="red")
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk; the interpreter would try again at exit and complain
+        sys.stdout = open(os.devnull, "w")
+    sys.exit(code)

@@ -1,0 +1,271 @@
+"""Commands that measure and predict: evaluate, roofline."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from setblock.cli.common import (
+    SOLVERS_HELP,
+    BlockSizeOption,
+    BranchesOption,
+    DeviceOption,
+    Draft,
+    DraftOption,
+    DtypeOption,
+    FallbackOption,
+    JsonOption,
+    MaskTokenOption,
+    Mode,
+    SeedFirstOption,
+    SeedsOption,
+    app,
+    err,
+    load_model,
+    out,
+    print_json,
+    warm_up,
+    warn_untrained,
+)
+
+if TYPE_CHECKING:
+    from setblock.evaluate import Form
+
+
+@app.command()
+def evaluate(
+    model_names: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Models, as for `generate`.")
+    ],
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="nano (all five families) or families of it; or, with --data, one of gsm8k, "
+            "svamp, math, humaneval, mbpp, prompts (no right answer: for speed). Default: nano."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The task's file: JSON, JSONL or gzipped JSONL.")
+    ] = None,
+    shots: Annotated[
+        int, typer.Option(help="Solved examples before each question, with --data.")
+    ] = 0,
+    shots_data: Annotated[
+        Path | None, typer.Option(help="Their file; its first rows are taken.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
+    ] = False,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Problems in wordings that training never saw.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Problems of each family.")] = 100,
+    batch_size: Annotated[int, typer.Option(help="Problems decoded together.")] = 32,
+    mode: Annotated[
+        list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
+    ] = None,
+    solver: Annotated[
+        list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
+    ] = None,
+    block_size: BlockSizeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    next_token_seed: SeedFirstOption = False,
+    fallback: FallbackOption = None,
+    draft: DraftOption = None,
+    branches: BranchesOption = None,
+    seeds: SeedsOption = None,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the record to this JSON file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score models on tasks under several decoding settings; writes one JSON record.
+
+    Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
+    boundary: use a container for models you do not trust.
+    """
+    from setblock import evaluate as evaluation
+    from setblock import nano
+    from setblock.generation import settings_for
+    from setblock.live import progress_bar
+    from setblock.tasks import load_items
+
+    form = None
+    if data is not None:
+        form = _task_form(task or [], data, shots, shots_data, plain, split, held_out)
+    elif shots or shots_data or plain:
+        raise ValueError("--shots, --shots-data and --plain are for benchmark tasks, with --data")
+    families = [form.task.name] if form else evaluation.families(task or ["nano"])
+    modes = mode or [Mode.ntp, Mode.sbd]
+    drafts = Mode.verified in modes and draft == Draft.solver
+    if solver and Mode.sbd not in modes and not drafts:
+        raise ValueError(
+            "--solver is for mode sbd, or mode verified with --draft solver, which --mode leaves "
+            f"out; got {solver}"
+        )
+    own = {
+        Mode.sbd: {"next_token_seed": next_token_seed or None, "fallback": fallback},
+        Mode.verified: {"draft": draft and draft.value, "branches": branches, "seeds": seeds},
+    }
+    for one, values in own.items():
+        given = [name.replace("_", "-") for name, value in values.items() if value is not None]
+        if given and one not in modes:
+            raise ValueError(f"--{given[0]} is for mode {one.value}, which --mode leaves out")
+    for name, value in (("limit", limit), ("batch-size", batch_size)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    problems: dict[str, Any]
+    if form and data:
+        problems = {form.task.name: load_items(form.task, data, limit)}
+    else:
+        problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
+    common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
+    if form and not form.chat:
+        common["stop"] = form.task.stop
+    record = evaluation.new_record()
+    for model_name in model_names:
+        model = load_model(model_name, dtype, device, mask_token_id)
+        runs: list[dict[str, Any]] = [{"mode": "ntp", **common}] if Mode.ntp in modes else []
+        for one, values in own.items():
+            if one in modes:
+                warn_untrained(model, one.value)
+                solvers = (solver or [None]) if one == Mode.sbd or drafts else [None]
+                runs += [
+                    {"mode": one.value, "solver": text, **common, **values} for text in solvers
+                ]
+        for options in runs:
+            settings_for(model, **options)  # bad values are refused before the first problem
+        for options in runs:
+            warm_up(model, options["mode"])
+            for family in families:
+                label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
+                with progress_bar(err, label, len(problems[family])) as advance:
+                    line = evaluation.run(
+                        model, family, problems[family], batch_size, advance, form, **options
+                    )
+                place = {} if form else {"split": split, "held_out": held_out}
+                record["results"].append(line | place)
+                if out_file is not None:  # after every line, so that an interrupt loses nothing
+                    evaluation.save_record(record, out_file)
+    if as_json:
+        print_json(record)
+        return
+    out.print(evaluation.table(record["results"]))
+
+
+@app.command()
+def roofline(
+    model_name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, or the "
+            "folder or hub name of a configuration. Default: llama-3.1-8b.",
+        ),
+    ] = None,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Tables 3 and 4 as printed: paper's model, h100-paper, fp8."),
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="h100-paper, h100, h200, a100, l4, rtx-4090, mi300x, b200, or cpu: this one, "
+            "measured. Default: h100."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16.")
+    ] = None,
+    cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows; may be given again. Default: 1, 4, 8, 16.")
+    ] = None,
+    kv: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in the cache; may be given again. Default: 16, 256 ... 4194304."),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="May be given again. Default: 2, 4 ... 64.")
+    ] = None,
+    nfe_speedup: Annotated[
+        list[int] | None, typer.Option(help="Tokens per forward; again. Default: 2, 4, 8.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict by arithmetic what a forward of a block costs, and what fewer forwards gain."""
+    from setblock import machines
+    from setblock import roofline as arithmetic
+
+    given = {"MODEL": model_name, "--device": device, "--weights": weights, "--cache": cache}
+    if paper and (ignored := [name for name, value in given.items() if value is not None]):
+        raise ValueError(
+            f"--paper has its own model and machine; leave out {' and '.join(ignored)}"
+        )
+    model_name = model_name or ("paper" if paper else "llama-3.1-8b")
+    device = device or ("h100-paper" if paper else "h100")
+    for name, values in (
+        ("batch", batch), ("kv", kv), ("block-size", block_size), ("nfe-speedup", nfe_speedup)
+    ):  # fmt: skip
+        if any(value < 1 for value in values or []):
+            raise ValueError(f"--{name} must be at least 1, got {values}")
+    machine = machines.device(device, weights, cache)
+    cells = arithmetic.tables(
+        machines.find_model(model_name),
+        machine,
+        batch or [1, 4, 8, 16],
+        kv or [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))],
+        block_size or [2, 4, 8, 16, 32, 64],
+        nfe_speedup or [2, 4, 8],
+    )
+    if as_json:
+        print_json({"model": model_name, "device": asdict(machine), **cells})
+        return
+    for key, title in (
+        ("table3", "Time of a forward of a block against one of one token"),
+        ("table4", "Wall-clock speed-up"),
+    ):
+        places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
+        sizes = sorted({cell["block_size"] for cell in cells[key]})
+        shown = Table(title=f"{title}: {model_name} on {machine.name}")
+        for name in [*(place.replace("_", " ") for place in places), *map(str, sizes)]:
+            shown.add_column(name, justify="right")
+        lines: dict[tuple, list[str]] = {}
+        for cell in cells[key]:
+            line = lines.setdefault(tuple(cell[place] for place in places), [])
+            line.append(f"{cell['value']:.3f}")
+        for where, values in lines.items():
+            shown.add_row(*map(str, where), *values)
+        out.print(shown)
+
+
+def _task_form(
+    tasks: list[str],
+    data: Path,
+    shots: int,
+    shots_data: Path | None,
+    plain: bool,
+    split: str,
+    held_out: bool,
+) -> "Form":
+    """How the one benchmark task that --data is for is put."""
+    from setblock.evaluate import Form
+    from setblock.tasks import TASKS, load_items
+
+    if len(tasks) != 1 or tasks[0] not in TASKS:
+        raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {tasks or None}")
+    if held_out or split != "test":
+        raise ValueError("--split and --held-out are for the nano tasks; --data is one split")
+    if shots < 0 or bool(shots) != (shots_data is not None):
+        raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
+    task = TASKS[tasks[0]]
+    examples = tuple(load_items(task, shots_data, shots)) if shots_data else ()
+    if len(examples) < shots:
+        raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")
+    return Form(task, not plain, examples, data)

@@ -1,0 +1,193 @@
+"""Commands that make models: train, merge."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from setblock.cli.common import (
+    Dtype,
+    JsonOption,
+    MaskTokenOption,
+    app,
+    err,
+    fail,
+    load_model,
+    out,
+    print_json,
+    quiet_libraries,
+)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    model_name: Annotated[
+        str | None, typer.Option("--model", help="MODEL to start from, as for `generate`.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="JSONL, JSON or Parquet file, or a dataset's hub name; may be given again. Rows "
+            "are prompt and completion, messages, or text; only answers have a loss."
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where the trained MODEL goes, and its checkpoints.")
+    ] = None,
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="[--FIELD VALUE]...", help="See above.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with any of these options and fields; typed ones win."),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="full: all weights. lora, qlora: low-rank adapter on a frozen base, whole or in "
+            "4 bits. gated: adapter on masked positions alone, next-token behaviour unchanged. "
+            "Default: full."
+        ),
+    ] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Of the adapter. Default: 32.")] = None,
+    lora_alpha: Annotated[int | None, typer.Option(help="Its scale. Default: 64.")] = None,
+    lora_dropout: Annotated[float | None, typer.Option(help="Default: 0.")] = None,
+    split: Annotated[str | None, typer.Option(help="Of a hub dataset. Default: train.")] = None,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="The column of prompts. Default: prompt.")
+    ] = None,
+    completion_field: Annotated[
+        str | None, typer.Option(help="The column of answers. Default: completion.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat", help="Put prompt and completion texts into the chat template."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Train on the first rows only.")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="sdpa, or flex_attention on a GPU. Default: sdpa.")
+    ] = None,
+    answers: Annotated[
+        str | None,
+        typer.Option(
+            help="data: learn the data's answers. model: let the model answer the prompts first, "
+            "and learn its own answers. Default: data."
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Length limit of generated answers. Default: 256.")
+    ] = None,
+    answer_batch_size: Annotated[
+        int | None, typer.Option(help="Prompts answered together. Default: 16.")
+    ] = None,
+    decode_data: Annotated[
+        str | None, typer.Option(help="Held-out prompts and completions, decoded now and then.")
+    ] = None,
+    decode_every: Annotated[int | None, typer.Option(help="Steps between two decodings.")] = None,
+    decode_limit: Annotated[int | None, typer.Option(help="Rows to decode. Default: 32.")] = None,
+    decode_solver: Annotated[
+        str | None, typer.Option(help="With this solver. Default: entropy:0.1.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="Go on from the output folder's checkpoint.")
+    ] = None,
+    mask_token_id: MaskTokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model to decode by set blocks; every field of trl's SFTConfig is an option too.
+
+    For example: --max-steps 1000 --learning-rate 1e-5 --per-device-train-batch-size 4
+    --max-length 1024 --full-mask-share 0.1 --matp-weight 1 --self-distill 0.5.
+    Ctrl-C or SIGTERM saves a checkpoint after the step; --resume goes on from it.
+    """
+    from dataclasses import fields as fields_of
+
+    quiet_libraries()
+    from setblock.finetune import Run, finetune
+
+    typed = {
+        **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
+        **{"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout},
+        **{"split": split, "prompt_field": prompt_field, "completion_field": completion_field},
+        **{"chat": chat, "limit": limit, "answers": answers, "answer_tokens": answer_tokens},
+        **{"attention": attention},
+        **{"answer_batch_size": answer_batch_size, "decode_data": decode_data},
+        **{"decode_every": decode_every, "decode_limit": decode_limit},
+        **{"decode_solver": decode_solver, "resume": resume, "mask_token_id": mask_token_id},
+    }
+    settings, words = _read_config(config, {one.name for one in fields_of(Run)})
+    settings |= {name: value for name, value in typed.items() if value is not None}
+    if missing := [name for name in ("model", "data", "output_dir") if name not in settings]:
+        names = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ValueError(f"missing: {names} (on the command line or in --config)")
+    run = Run(**settings)
+    words += fields or []
+
+    def say(line: str) -> None:
+        err.print(line, style="dim", markup=False, highlight=False)
+
+    if as_json:
+        with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its log lines
+            summary = finetune(run, words, say)
+        print_json(summary)
+    else:
+        summary = finetune(run, words, say)
+        out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}")
+    if summary["stopped_by"]:
+        fail(f"stopped by {summary['stopped_by']} with a checkpoint; go on with --resume", 130)
+
+
+@app.command()
+def merge(
+    model_name: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A trained MODEL: a lora or qlora adapter, or whole."),
+    ],
+    output_dir: Annotated[Path, typer.Argument(help="Where the whole checkpoint goes.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written.")] = Dtype.bfloat16,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a trained model as one checkpoint, an adapter folded into its base."""
+    quiet_libraries()
+    from setblock.finetune import merge as fold
+
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise ValueError(f"{output_dir} is not empty")
+    fold(load_model(model_name, Dtype.float32, "cpu", None), output_dir, dtype.value)
+    summary = {"model": model_name, "output_dir": str(output_dir), "dtype": dtype.value}
+    if as_json:
+        print_json(summary)
+        return
+    out.print(f"{model_name} is now one checkpoint, {output_dir}")
+
+
+def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """(settings of a training run, words for the trainer's fields) of a YAML file."""
+    if path is None:
+        return {}, []
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: needs names and values, got {type(content).__name__}")
+    content = {
+        str(name).replace("-", "_"): value
+        for name, value in content.items()
+        if value is not None  # null: the default
+    }
+    settings = {name: value for name, value in content.items() if name in own}
+    if isinstance(settings.get("data"), str):
+        settings["data"] = [settings["data"]]
+    if "output_dir" in settings:
+        settings["output_dir"] = Path(str(settings["output_dir"]))
+    words = []
+    for name, value in content.items():
+        if name not in own:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return settings, words
