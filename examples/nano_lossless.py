@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 import setblock
-from setblock import evaluate, nano
+from setblock import evaluate, nano, records
 from setblock.machines import MODELS, device
 from setblock.masks import PADDING
 from setblock.roofline import forward_s
@@ -79,23 +79,17 @@ def score(job: tuple[str, int, int]) -> list[dict[str, Any]]:
     lines = []
     for name, options in SETTINGS.items():
         counter = Counter()
-        found = evaluate.evaluate(counter.watch(model), problems, batch_size, **options)
-        ids = {one.problem.key: one.generation.token_ids for one in found.scored}
-        answers = [ids[problem.key] for problem in problems]
+        line, found = evaluate.run(counter.watch(model), family, problems, batch_size, **options)
+        ids = {one.index: one.token_ids for one in found.samples}
+        answers = [ids[index] for index in range(len(problems))]
         exact = exact or answers
         same = sum(one == other for one, other in zip(exact, answers, strict=True))
         lines.append(
             {
-                "task": family,
-                "model": "nano",
                 "setting": name,
-                "mode": options["mode"],
-                "solver": options.get("solver"),
-                **found.result(),
+                **line,
                 "identical_share": same / len(problems),
                 "queries_per_forward": counter.queries / max(counter.rows, 1),
-                "batch_size": batch_size,
-                "settings": evaluate.describe(found.scored[0].generation.settings),
             }
         )
     return lines
@@ -163,14 +157,14 @@ def main(
 ) -> None:
     """Measure every family under every setting."""
     path = out / "nano-lossless.json"
-    record = evaluate.new_record()
+    record = records.new_record()
     record["machine"]["threads"] = 1
     jobs = [(family, limit, batch_size) for family in nano.FAMILIES]
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     with context.Pool(workers) as pool:
         for lines in pool.imap_unordered(score, jobs):
             record["results"] += lines
-            evaluate.save_record(record, path)
+            records.save_record(record, path)
             for line in lines:
                 console.print(
                     f"{line['task']} {line['setting']}: {line['score']:.1%}, "
@@ -179,7 +173,7 @@ def main(
                 )
     for family in nano.FAMILIES:
         time_alone([line for line in record["results"] if line["task"] == family], latency_limit)
-        evaluate.save_record(record, path)
+        records.save_record(record, path)
     (out / "nano-lossless.md").write_text(table(record["results"]))
     broken = [
         (line["task"], line["setting"], line["identical_share"])

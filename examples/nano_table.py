@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 import setblock
-from setblock import evaluate, nano
+from setblock import evaluate, nano, records
 from setblock.solvers import EntropyBound
 
 GAMMAS = (0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
@@ -68,7 +68,9 @@ def score(job: Job) -> dict[str, Any]:
     options: Any = SETTINGS[job.setting]
     model = setblock.load(name, dtype="float32")
     setblock.generate(model, problems[0].prompt, chat=True, max_new_tokens=20, **options)
-    line = evaluate.run(model, job.family, problems, job.batch_size, lambda score: None, **options)
+    line, _ = evaluate.run(
+        model, job.family, problems, job.batch_size, lambda score: None, **options
+    )
     return {"setting": job.setting, **line, "split": job.split, "held_out": job.held_out}
 
 
@@ -82,7 +84,7 @@ def measure(
     held_out: bool = False,
 ) -> list[dict[str, Any]]:
     """The record's results: those already in the file, then the missing ones, saved one by one."""
-    record = json.loads(path.read_text()) if path.is_file() else evaluate.new_record()
+    record = json.loads(path.read_text()) if path.is_file() else records.new_record()
     record["machine"]["threads"] = 1
     done = {(one["setting"], one["task"]) for one in record["results"]}
     jobs = [
@@ -95,7 +97,7 @@ def measure(
     with context.Pool(workers) as pool:
         for number, line in enumerate(pool.imap_unordered(score, jobs), start=1):
             record["results"].append(line)
-            evaluate.save_record(record, path)
+            records.save_record(record, path)
             console.print(
                 f"{path.stem} {number} of {len(jobs)}: {line['task']}, {line['setting']}: "
                 f"{share(line)}, "

@@ -21,8 +21,8 @@ from datasets import Dataset
 
 from setblock import adapters
 from setblock.config import SBDConfig
-from setblock.evaluate import new_record, save_record
 from setblock.model import load
+from setblock.records import new_record, save_record
 from setblock.train import SBDTrainer
 
 METHODS = {  # name: (objective, method)

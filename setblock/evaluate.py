@@ -3,37 +3,23 @@
 import hashlib
 import json
 import math
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from rich.table import Table
 
-from setblock import nano
-from setblock.generation import Generation, Options, stream
+from setblock import likelihood, nano
+from setblock.generation import Generation, Options, encode, settings_for, stream
 from setblock.model import Model
+from setblock.records import peak_bytes
+from setblock.scores import Sample, Score, repetition
 from setblock.tasks import TASKS, Item, Task
 
-Z_95 = 1.959964
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One problem's generation and whether it was right, None where nothing is."""
-
-    problem: nano.Problem | Item
-    generation: Generation
-    correct: bool | None
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
@@ -61,75 +47,41 @@ class Form:
         }
 
 
-@dataclass
-class Score:
-    """What one setting made of the problems of one task; `result()` is its line of the record."""
-
-    wall_s: float = 0.0
-    scored: list[Scored] = field(default_factory=list)
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers so far, 0 before the first."""
-        return sum(one.correct or False for one in self.scored) / max(len(self.scored), 1)
-
-    def result(self) -> dict[str, Any]:
-        """Counts, score with its 95 % interval, tokens per forward and seconds.
-
-        wall_s: seconds spent decoding all problems, checking left out.
-        entropy_nats: mean entropy of the distributions that the tokens were taken from.
-        correct, score and interval are None for prompts without a right answer.
-        """
-        generations = [one.generation for one in self.scored]
-        judged = all(one.correct is not None for one in self.scored)
-        correct = sum(one.correct or False for one in self.scored)
-        tokens = sum(one.num_tokens for one in generations)
-        nfe = sum(one.nfe for one in generations)
-        ended = [one for one in generations if one.finish_reason == "eos"]
-        return {
-            "n": len(generations),
-            "correct": correct if judged else None,
-            "score": correct / len(generations) if judged else None,
-            "interval": wilson_interval(correct, len(generations)) if judged else None,
-            "tokens": tokens,
-            "nfe": nfe,
-            "prefill_forwards": sum(one.prefill_forwards for one in generations),
-            "tokens_per_forward": tokens / nfe,
-            "tokens_per_forward_eos": sum(one.num_tokens for one in ended)
-            / max(sum(one.nfe for one in ended), 1),
-            "eos_share": len(ended) / len(generations),
-            "entropy_nats": sum(sum(one.entropy) for one in generations) / tokens,
-            "wall_s": self.wall_s,
-        }
-
-
 def evaluate(
     model: Model,
     problems: Sequence[nano.Problem] | Sequence[Item],
     batch_size: int,
     on_progress: Callable[[Score], None] = lambda score: None,
     form: Form | None = None,
+    known: Sequence[Sample] = (),
     **options: Unpack[Options],
 ) -> Score:
     """The score of one setting on these problems; `on_progress` is called after every answer.
 
     form: how items of a benchmark task are put; None for the nano families, always chat turns.
+    known: samples of an earlier call that was stopped; those problems are not decoded again.
     """
-    score = Score()
+    score = Score(list(known))
     chat = form is None or form.chat
-    prompts = [one.prompt if form is None else form.prompt(one) for one in problems]  # type: ignore[arg-type]
+    done = {sample.index for sample in known}
+    missing = [index for index in range(len(problems)) if index not in done]
+    texts = [form.prompt(problems[i]) if form else problems[i].prompt for i in missing]  # type: ignore[arg-type]
+    prompts = encode(model, texts, chat)
     check: Any = nano.check if form is None else form.task.check
-    reveals: Iterator = stream(model, prompts, chat=chat, batch_size=batch_size, **options)
+    reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
+    seconds = 0.0
     while True:
         begin = time.perf_counter()
         reveal = next(reveals, None)
-        score.wall_s += time.perf_counter() - begin
+        seconds += time.perf_counter() - begin
         if reveal is None:
             return score
-        if reveal.generation is not None:
-            problem = problems[reveal.row]
-            correct = check(problem, reveal.generation.text) if check else None
-            score.scored.append(Scored(problem, reveal.generation, correct))
+        if (generation := reveal.generation) is not None:
+            index = missing[reveal.row]
+            sample = _sample(model, prompts[reveal.row], index, problems[index].key, generation)
+            correct = check(problems[index], generation.text) if check else None
+            score.samples.append(replace(sample, correct=correct, wall_s=seconds))
+            seconds = 0.0
             on_progress(score)
 
 
@@ -138,23 +90,114 @@ def run(
     task: str,
     problems: Sequence[nano.Problem] | Sequence[Item],
     batch_size: int,
-    on_progress: Callable[[Score], None],
+    on_progress: Callable[[Score], None] = lambda score: None,
     form: Form | None = None,
+    known: Sequence[Sample] = (),
     **options: Unpack[Options],
-) -> dict[str, Any]:
-    """One line of a record: a model's score on a task under one setting."""
-    score = evaluate(model, problems, batch_size, on_progress, form, **options)
-    settings = score.scored[0].generation.settings
-    return {
+) -> tuple[dict[str, Any], Score]:
+    """One line of a record, a model's score on a task under one setting, and what it sums up.
+
+    peak_bytes: the most memory in use, on a GPU during this run, on a CPU by the whole process.
+    """
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+    score = evaluate(model, problems, batch_size, on_progress, form, known, **options)
+    settings = settings_for(model, min(batch_size, len(problems)), **options)
+    line = {
         "task": task,
         "model": model.name,
         "mode": settings.mode,
         "solver": str(settings.solver) if settings.uses_solver else None,
         **score.result(),
+        "peak_bytes": peak_bytes(model.device),
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": describe(settings),
         **(form.describe() if form else {}),
+    }
+    return line, score
+
+
+def _sample(
+    model: Model, prompt: list[int], index: int, key: str, generation: Generation
+) -> Sample:
+    """The sample of a generation, not yet checked or timed."""
+    ids = generation.token_ids
+    judged = likelihood.score(model, [*prompt, *ids], len(prompt))
+    return Sample(
+        index=index,
+        key=key,
+        correct=None,
+        text=generation.text,
+        token_ids=ids,
+        finish_reason=generation.finish_reason,
+        nfe=generation.nfe,
+        prefill_forwards=generation.prefill_forwards,
+        entropy_nats=sum(generation.entropy),
+        logprob_nats=float(judged.logprobs.double().sum()),
+        repetition=repetition(ids),
+        wall_s=0.0,
+    )
+
+
+def read_texts(path: Path, limit: int | None = None) -> list[str]:
+    """The texts of a JSONL file's rows, {"text": ...}, or all of any other file as one.
+
+    Raises: ValueError naming file and line for a row of another form; OSError.
+    """
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        return [content]
+    texts = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip() or (limit is not None and len(texts) == limit):
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
+            raise ValueError(f"{path}:{number}: a row needs a text, named text")
+        texts.append(row["text"])
+    return texts
+
+
+def judge(model: Model, texts: Sequence[str], window: int | None, data: Path) -> dict[str, Any]:
+    """One line of a record: a model's perplexity on plain texts, each judged by itself.
+
+    window: tokens that a forward sees at most, default the model's context.
+    score: perplexity per token; interval: 95 %, from how much the texts differ, None for one text.
+    nfe counts forwards of up to likelihood.QUERIES tokens. Texts under two tokens are left out.
+    Raises: ValueError if none is left.
+    """
+    begin = time.perf_counter()
+    ids = [ids for text in texts if len(ids := model.encode(text)) > 1] if any(texts) else []
+    if not ids:
+        raise ValueError(f"{data}: no text of at least two tokens")
+    found = [likelihood.perplexity(model, one, window) for one in ids]
+    tokens = sum(one.tokens for one in found)
+    mean = sum(one.nats for one in found) / tokens
+    interval = None
+    if (n := len(found)) > 1:  # of a ratio of sums over the texts
+        spread = sum((one.nats - mean * one.tokens) ** 2 for one in found) * n / (n - 1)
+        half = 1.959964 * math.sqrt(spread) / tokens
+        interval = (math.exp(mean - half), math.exp(mean + half))
+    return {
+        "task": PERPLEXITY,
+        "model": model.name,
+        "mode": "ntp",
+        "solver": None,
+        "n": n,
+        "score": math.exp(mean),
+        "interval": interval,
+        "tokens": tokens,
+        "nfe": (forwards := sum(one.forwards for one in found)),
+        "tokens_per_forward": tokens / forwards,
+        "wall_s": time.perf_counter() - begin,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "settings": {"window": window or model.context_length},
+        "data": data.name,
+        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
     }
 
 
@@ -166,9 +209,9 @@ def families(tasks: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for task in tasks:
         if task != "nano" and task not in nano.FAMILIES:
-            if task in TASKS:
+            if task in (*TASKS, PERPLEXITY):
                 raise ValueError(f"task {task} needs its rows: --data FILE")
-            allowed = ", ".join(["nano", *nano.FAMILIES, *TASKS])
+            allowed = ", ".join(["nano", *nano.FAMILIES, *TASKS, PERPLEXITY])
             raise ValueError(f"task must be one of {allowed}, got {task!r}")
         found |= dict.fromkeys(nano.FAMILIES if task == "nano" else [task])
     return list(found)
@@ -192,83 +235,53 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
         justify = "left" if name in names[:4] else "right"
         shown.add_column(name, justify=justify, no_wrap=name == "task", overflow="fold")
     for line in results:
-        scored = line["score"] is not None
-        low, high = line["interval"] if scored else (0, 0)
         shown.add_row(
             line["task"],
             line["model"],
             line["mode"],
             line["solver"] or "",
             str(line["n"]),
-            f"{line['score']:.1%}" if scored else "",
-            f"{low:.1%} to {high:.1%}" if scored else "",
+            *_score_cells(line),
             f"{line['tokens_per_forward']:.2f}",
             f"{line['wall_s']:.1f}",
         )
     return shown
 
 
-def wilson_interval(correct: int, n: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a share."""
-    share, z2 = correct / n, Z_95**2
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
+    if line["score"] is None:
+        return "", ""
+    form = ".3f" if line["task"] == PERPLEXITY else ".1%"
+    low, high = line["interval"] or (math.nan, math.nan)
+    return f"{line['score']:{form}}", f"{low:{form}} to {high:{form}}" if line["interval"] else ""
+
+
+def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
+    """Each setting beside the first of its task, on the same problems."""
+    shown = Table(title="Each setting against the first of its task (McNemar's exact test)")
+    for name in ("task", "first", "second"):
+        shown.add_column(name, overflow="fold", no_wrap=name == "task")
+    for name in ("only first right", "only second", "p", "same answers", "wall clock"):
+        shown.add_column(name, justify="right")
+    for one in comparisons:
+        sides = [
+            " ".join(filter(None, (side["model"], side["mode"], side["solver"])))
+            for side in (one["first"], one["second"])
+        ]
+        shown.add_row(
+            one["task"],
+            *sides,
+            *(
+                "" if one[name] is None else str(one[name])
+                for name in ("only_first", "only_second")
+            ),
+            "" if one["p_value"] is None else f"{one['p_value']:.3g}",
+            f"{one['identical_share']:.1%}",
+            f"{one['wall_clock_ratio']:.2f}x",
+        )
+    return shown
 
 
 def describe(settings: Any) -> dict[str, Any]:
     """Decoding settings as JSON values."""
     return {**asdict(settings), "solver": str(settings.solver)}
-
-
-def new_record() -> dict[str, Any]:
-    """A record without results: the command, code, machine and versions that will make them."""
-    names = ("setblock", "torch", "transformers")
-    return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
-        "results": [],
-    }
-
-
-def save_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record; a reader never sees half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
-
-
-def _cpu() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with a + if files differ from it; None outside a checkout."""
-    file = Path(__file__)
-    try:
-        _, commit, changes = [
-            subprocess.run(
-                ["git", *words], cwd=file.parent, capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (
-                ["ls-files", "--error-unmatch", file.name],  # fails in somebody else's checkout
-                ["rev-parse", "--short=12", "HEAD"],
-                ["status", "--porcelain", "-uno", "."],
-            )
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+" if changes else "")

@@ -10,7 +10,6 @@ boundary, everything readable can be read; run untrusted models' code in a conta
 
 import json
 import os
-import resource
 import secrets
 import signal
 import subprocess
@@ -26,10 +25,13 @@ FILE_BYTES = 2**20  # of each file written, the results included
 
 # Reads a job from stdin: {"code", "name", "arguments"}, answered by the list of results as JSON on
 # the real stdout, or {"code", "tests"}, answered by its "nonce" once the tests have passed.
-# Whatever the code itself prints goes nowhere.
+# Whatever the code itself prints goes nowhere. The child limits itself: between fork and exec a
+# large parent would be over the limit of memory already.
 _CHILD = """
-import json, os, sys
+import json, os, resource, sys
 job = json.load(sys.stdin)
+for name, value in job["limits"].items():
+    resource.setrlimit(getattr(resource, name), (value, value))
 out = os.dup(1)
 null = os.open(os.devnull, os.O_RDWR)
 for stream in (0, 1, 2):
@@ -85,7 +87,13 @@ def _run(job: dict[str, Any]) -> Any:
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
     ):
-        stdin.write(json.dumps(job).encode())
+        limits = {
+            "RLIMIT_CPU": CPU_S,
+            "RLIMIT_AS": MEMORY_BYTES,
+            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_CORE": 0,
+        }
+        stdin.write(json.dumps({**job, "limits": limits}).encode())
         stdin.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _CHILD],
@@ -95,7 +103,6 @@ def _run(job: dict[str, Any]) -> Any:
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
-            preexec_fn=_limit,
         )
         try:
             process.wait(timeout=WALL_S)
@@ -111,13 +118,6 @@ def _run(job: dict[str, Any]) -> Any:
         return json.loads(output)
     except ValueError:
         return None
-
-
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
@@ -21,8 +19,8 @@ from setblock import adapters
 from setblock.answers import regenerate
 from setblock.config import SBDConfig
 from setblock.data import load_rows, prepare
-from setblock.evaluate import new_record
 from setblock.model import DTYPES, Model, load, write_settings
+from setblock.records import new_record, peak_bytes
 from setblock.solvers import parse
 from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, SaveOnSignal
@@ -310,18 +308,10 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         batches = math.ceil(len(trainer.train_dataset) / rows_at_a_time)
         steps = math.ceil(math.ceil(batches / per_step) * args.num_train_epochs)
     cost["tokens_per_second"] = args.world_size * tokens / seconds
-    cost["peak_bytes"] = _peak_bytes(args.device)
+    cost["peak_bytes"] = peak_bytes(args.device)
     if steps > 0:
         cost |= {"steps": steps, "seconds": seconds * per_step * steps}
     return cost
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has held, on the device or, on a CPU, altogether."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of what getrusage says
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def describe(cost: dict[str, Any]) -> str:

@@ -143,6 +143,6 @@ def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[
 
         def advance(score: Any) -> None:
             shown = f"{label}  {score.accuracy:.1%} right"
-            progress.update(bar, completed=len(score.scored), description=shown)
+            progress.update(bar, completed=len(score.samples), description=shown)
 
         yield advance

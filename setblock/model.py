@@ -210,7 +210,7 @@ class Model:
                 turns, add_generation_prompt=True, tokenize=False
             )  # type: ignore[assignment]
         # A chat template writes the BOS token itself.
-        ids = list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         if ids:
             return ids
         if self.bos_token_id is None:

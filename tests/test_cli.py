@@ -17,7 +17,7 @@ import typer
 from fakes import TableModel
 
 import setblock
-from setblock import cli, evaluate, generation, nano, roofline
+from setblock import cli, evaluate, generation, nano, records, roofline
 from setblock import model as models
 from setblock.cli import common
 
@@ -541,7 +541,16 @@ def test_evaluate_every_option(run, trained, tmp_path):
         assert (one["n"], one["batch_size"], one["dtype"]) == (2, 2, "float32")
         assert (one["settings"]["block_size"], one["settings"]["max_new_tokens"]) == (4, 8)
     assert {one["tokens_per_forward"] for one in lines if one["mode"] == "ntp"} == {1}
+    assert all(one["peak_bytes"] > 1e6 and one["logprob_nats"] < 0 for one in lines)
+    compared = [(one["second"]["solver"], one["task"]) for one in record["comparisons"]]
+    assert compared == [one[1:] for one in expected[2:]]
+    assert {one["first"]["mode"] for one in record["comparisons"]} == {"ntp"}
+    samples = path.with_suffix(".samples.jsonl").read_text().splitlines()
+    assert [json.loads(one)["run"] for one in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert result.err == ""
+    again = run("evaluate", trained, *words)
+    assert again.error == f"{path} is there already: go on with --resume, or name another file"
+    assert run("evaluate", trained, *words, "--resume", "--json").json == record
 
 
 def test_evaluate_in_verified_mode(run, trained):
@@ -592,7 +601,8 @@ def test_evaluate_shows_a_table(run, trained, checkpoint):
     result = run("evaluate", trained, other, *words, "--task", "nano")
     rows = [line.split("│") for line in result.out.splitlines() if line.startswith("│")]
     tasks = [row[1].strip() for row in rows if row[1].strip()]
-    assert tasks == [*nano.FAMILIES] * 4
+    assert tasks == [*nano.FAMILIES] * (4 + 3)  # the lines, and three of each against the first
+    assert result.out.count("McNemar") == 1
     assert result.err == ""
 
 
@@ -610,6 +620,75 @@ def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypa
     result = run("evaluate", trained, *words, "--out", path)
     assert (result.code, result.error) == (130, "interrupted")
     assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
+
+
+def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
+    """Killed after any answer, it ends with the record of one that was never stopped."""
+    words = ["--task", "lists", "--task", "json", "--limit", "3", "--batch-size", "2", *SHORT]
+    whole = run("evaluate", trained, *words, "--out", tmp_path / "whole.json", "--json").json
+    add, count = records.Journal.add, 0
+
+    def killed(self: records.Journal, number: int, sample: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            raise KeyboardInterrupt
+        add(self, number, sample)
+
+    monkeypatch.setattr(records.Journal, "add", killed)
+    path = tmp_path / "stopped.json"
+    more: list[str] = []
+    while (result := run("evaluate", trained, *words, "--out", path, *more)).code:
+        assert result.error == "interrupted"
+        more = ["--resume"]
+    assert count == 12 + 5
+    stopped = json.loads(path.read_text())
+    for one, other in zip(whole["results"], stopped["results"], strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"wall_s", "peak_bytes"}:
+            close = name in ("entropy_nats", "logprob_nats")  # rows shared other batches
+            assert one[name] == (pytest.approx(other[name]) if close else other[name]), name
+    other = run("evaluate", trained, *words, "--limit", "2", "--out", path, "--resume")
+    assert 'made by another request: {"limit": 3}, now {"limit": 2}' in other.error
+    assert "no record to go on with" in run("evaluate", trained, *words, "--resume").error
+
+
+def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
+    data, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
+    data.write_text("".join(json.dumps({"text": f"text {n} " * n}) + "\n" for n in range(1, 5)))
+    plain.write_text("one text, and more of it")
+    words = ["--task", "perplexity", "--limit", "3", "--out", tmp_path / "record.json"]
+    other = checkpoint("qwen3", settings={"trained": True})
+    lines = run("evaluate", trained, other, *words, "--data", data, "--json").json["results"]
+    assert [line["model"] for line in lines] == [str(trained), str(other)]
+    for line in lines:
+        assert (line["n"], line["mode"], line["settings"]["window"]) == (3, "ntp", 256)
+        assert line["interval"][0] < line["score"] < line["interval"][1]
+    assert run("evaluate", trained, other, *words, "--data", data, "--resume").code == 0
+    words = words[:2]
+    [line] = run("evaluate", trained, *words, "--data", plain, "--window", "9", "--json").json[
+        "results"
+    ]
+    assert (line["n"], line["interval"], line["settings"]["window"]) == (1, None, 9)
+    assert (
+        f"{line['score']:.3f}"
+        in run(*("evaluate", trained, *words, "--data", plain, "--window", "9")).out
+    )
+    for content, message in (
+        ("{", r":1: not JSON"),
+        ('{"text": "a"}\n[]', ":2: a row needs a text, named text"),
+        ('{"text": ""}', "no text of at least two tokens"),
+    ):
+        data.write_text(content)
+        assert message in run("evaluate", trained, *words, "--data", data).error
+    for wrong, message in (
+        (["--mode", "ntp"], "--mode: perplexity reads text and decodes none"),
+        (["--shots", "1"], "--shots: perplexity reads"),
+        (["--data", plain, "--window", "1"], "window must lie in 2..256, got 1"),
+        ([], "task perplexity needs its text: --data FILE"),
+    ):
+        assert message in run("evaluate", trained, *words, *wrong).error
+    assert "--window is for --task perp" in run("evaluate", trained, "--window", "4").error
 
 
 def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypatch):

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 from fakes import TableModel
 from rich.console import Console
 
-from setblock import evaluate, nano
-from setblock.generation import Generation, generate, settings_for
+from setblock import evaluate, likelihood, nano
+from setblock.generation import generate, settings_for
 from setblock.model import Model, load
+from setblock.scores import Score, repetition, wilson_interval
 from setblock.tasks import TASKS, Item, Task, load_items
 
 SBD: dict[str, Any] = {
@@ -41,44 +41,8 @@ def right(monkeypatch) -> set[str]:
     return keys
 
 
-def no_progress(score: evaluate.Score) -> None:
+def no_progress(score: Score) -> None:
     pass
-
-
-# wilson_interval
-
-
-@pytest.mark.parametrize(
-    ("correct", "n", "low", "high"),
-    [
-        # Roots x of n (share - x)^2 = z^2 x (1 - x), by numpy.
-        (0, 10, 0.0, 0.277533),
-        (10, 10, 0.722467, 1.0),
-        (0, 1, 0.0, 0.793451),
-        (1, 1, 0.206549, 1.0),
-        (5, 10, 0.236593, 0.763407),
-        (80, 100, 0.711171, 0.866633),
-        (1, 1000, 0.000177, 0.005643),
-    ],
-)
-def test_wilson_interval(correct, n, low, high):
-    assert evaluate.wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
-
-
-@pytest.mark.parametrize("n", [1, 2, 7, 50])
-def test_the_interval_holds_the_share_and_mirrors(n):
-    for correct in range(n + 1):
-        low, high = evaluate.wilson_interval(correct, n)
-        assert 0 <= low < high <= 1
-        assert low - 1e-12 <= correct / n <= high + 1e-12
-        assert evaluate.wilson_interval(n - correct, n) == pytest.approx((1 - high, 1 - low))
-
-
-def test_more_problems_narrow_the_interval():
-    widths = [
-        high - low for low, high in (evaluate.wilson_interval(n // 2, n) for n in (4, 40, 400))
-    ]
-    assert widths == sorted(widths, reverse=True)
 
 
 # families
@@ -114,27 +78,32 @@ def test_the_sums_are_those_of_the_generations(model, problems, right, options):
     score = evaluate.evaluate(model, problems, 4, **options)
     prompts = [problem.prompt for problem in problems]
     expected = generate(model, prompts, chat=True, **options)
-    scored = {one.problem.key: one for one in score.scored}
-    assert len(scored) == len(score.scored) == 9
-    for problem, generation in zip(problems, expected, strict=True):
-        one = scored[problem.key]
-        assert one.correct == (problem.key in right)
-        assert one.generation.token_ids == generation.token_ids
-        assert one.generation.reveal_step == generation.reveal_step
+    samples = {one.index: one for one in score.samples}
+    assert len(samples) == len(score.samples) == 9
+    for index, (problem, generation) in enumerate(zip(problems, expected, strict=True)):
+        one = samples[index]
+        assert (one.key, one.correct) == (problem.key, problem.key in right)
+        assert (one.token_ids, one.text) == (generation.token_ids, generation.text)
+        assert (one.nfe, one.finish_reason) == (generation.nfe, generation.finish_reason)
+        ids = [*model.encode(problem.prompt, chat=True), *generation.token_ids]
+        judged = likelihood.score(model, ids, generation.prompt_tokens).logprobs
+        assert one.logprob_nats == pytest.approx(float(judged.sum()), abs=1e-4)
     line = score.result()
     tokens, nfe = (sum(getattr(one, name) for one in expected) for name in ("num_tokens", "nfe"))
     assert line == {
         "n": 9,
         "correct": 4,
         "score": 4 / 9,
-        "interval": evaluate.wilson_interval(4, 9),
+        "interval": wilson_interval(4, 9),
         "tokens": tokens,
         "nfe": nfe,
         "prefill_forwards": 9,
         "tokens_per_forward": tokens / nfe,
         "tokens_per_forward_eos": 0.0,
         "eos_share": 0.0,
+        "repetition": pytest.approx(sum(repetition(one.token_ids) for one in expected) / 9),
         "entropy_nats": pytest.approx(sum(sum(one.entropy) for one in expected) / tokens),
+        "logprob_nats": pytest.approx(sum(one.logprob_nats for one in score.samples) / tokens),
         "wall_s": score.wall_s,
     }
     assert score.accuracy == 4 / 9
@@ -159,12 +128,7 @@ def test_the_batch_size_changes_no_token(model, problems, options):
     answers = []
     for batch_size in (1, 8):
         score = evaluate.evaluate(model, problems, batch_size, **options)
-        answers.append(
-            {
-                one.problem.key: (one.generation.token_ids, one.generation.reveal_step)
-                for one in score.scored
-            }
-        )
+        answers.append({one.index: (one.token_ids, one.nfe) for one in score.samples})
     assert answers[0] == answers[1]
 
 
@@ -188,13 +152,13 @@ def test_progress_is_reported_after_every_answer(model, problems, right):
     right |= {problem.key for problem in problems}
     seen: list[tuple[int, float]] = []
     evaluate.evaluate(
-        model, problems, 4, lambda score: seen.append((len(score.scored), score.accuracy)), **NTP
+        model, problems, 4, lambda score: seen.append((len(score.samples), score.accuracy)), **NTP
     )
     assert seen == [(number, 1.0) for number in range(1, 10)]
 
 
 def test_no_answer_yet_is_no_accuracy():
-    assert evaluate.Score().accuracy == 0
+    assert Score().accuracy == 0
 
 
 def test_checking_is_not_timed(model, problems, monkeypatch):
@@ -218,7 +182,7 @@ def test_checking_is_not_timed(model, problems, monkeypatch):
 
 
 def test_a_line_of_the_record(model, problems):
-    line = evaluate.run(model, "lists", problems[:3], 2, no_progress, **SBD, seed=5, stop="@@")
+    line, _ = evaluate.run(model, "lists", problems[:3], 2, no_progress, **SBD, seed=5, stop="@@")
     assert list(line)[:4] == ["task", "model", "mode", "solver"]
     assert (line["task"], line["model"], line["mode"]) == ("lists", model.name, "sbd")
     assert line["solver"] == "entropy:1.5"
@@ -241,7 +205,7 @@ def test_a_line_of_the_record(model, problems):
 
 
 def test_ntp_has_no_solver(model, problems):
-    line = evaluate.run(model, "lists", problems[:1], 1, no_progress, **NTP)
+    line, _ = evaluate.run(model, "lists", problems[:1], 1, no_progress, **NTP)
     assert line["solver"] is None
 
 
@@ -273,7 +237,7 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     monkeypatch.setattr(
         model, "encode", lambda text, chat: asked.append(text) or encode(text, chat)
     )
-    line = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
+    line, _ = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
     assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
     assert (line["n"], line["correct"]) == (3, 1)
     assert (line["task_version"], line["chat"], line["shots"]) == (1, False, 2)
@@ -283,86 +247,12 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
 
 def test_prompts_without_a_right_answer_have_no_score(model):
     form = evaluate.Form(TASKS["prompts"])
-    line = evaluate.run(model, "prompts", [Item("1", "Hi", "", None)], 1, no_progress, form, **NTP)
+    line, _ = evaluate.run(
+        model, "prompts", [Item("1", "Hi", "", None)], 1, no_progress, form, **NTP
+    )
     assert (line["correct"], line["score"], line["interval"]) == (None, None, None)
     assert line["tokens"] == 12
     assert "prompts" in "".join(shown([line], width=160))
-
-
-# records
-
-
-def test_a_new_record_says_where_it_comes_from(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/bin/setblock", "evaluate", "my model", "--json"])
-    record = evaluate.new_record()
-    assert record["command"] == "setblock evaluate 'my model' --json"
-    assert record["results"] == []
-    assert set(record["versions"]) == {"setblock", "torch", "transformers", "python"}
-    assert all(record["versions"].values())
-    assert set(record["machine"]) == {"cpu", "cores", "threads", "cuda"}
-    assert record["machine"]["cpu"]
-    assert record["date"].endswith("+00:00")
-    assert json.loads(json.dumps(record)) == record
-
-
-def repository(folder: Path, tracked: bool) -> str:
-    """A checkout that holds an evaluate.py; its commit."""
-    folder.mkdir()
-    name = "evaluate.py" if tracked else "other.py"
-    (folder / "evaluate.py").write_text("")
-    (folder / name).write_text("")
-    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
-    for words in (["init", "-q"], ["add", name], [*identity, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *words], cwd=folder, check=True)
-    head = ["git", "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(
-        head, cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-def test_the_commit_is_that_of_the_package(tmp_path, monkeypatch, tracked):
-    """None where the package is only installed below somebody's checkout."""
-    commit = repository(tmp_path / "checkout", tracked)
-    file = tmp_path / "checkout" / "evaluate.py"
-    monkeypatch.setattr(evaluate, "__file__", str(file))
-    assert evaluate._commit() == (commit if tracked else None)
-    file.write_text("changed")
-    assert evaluate._commit() == (f"{commit}+" if tracked else None)
-
-
-def test_no_commit_outside_a_checkout_or_without_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "__file__", str(tmp_path / "evaluate.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert evaluate._commit() is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert evaluate._commit() is None
-
-
-def test_a_record_replaces_the_file_at_once(tmp_path):
-    path = tmp_path / "new" / "folder" / "record.json"
-    evaluate.save_record({"results": [1]}, path)
-    before = path.stat().st_ino
-    evaluate.save_record({"results": [1, 2]}, path)
-    assert json.loads(path.read_text()) == {"results": [1, 2]}
-    assert path.read_text().endswith("}\n")
-    assert path.stat().st_ino != before, "written in place: a reader could see half of it"
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
-    path = tmp_path / "record.json"
-    evaluate.save_record({"results": [1]}, path)
-
-    def full(self: Path, text: str) -> int:
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        evaluate.save_record({"results": [1, 2]}, path)
-    assert json.loads(path.read_text()) == {"results": [1]}
 
 
 # table
@@ -404,9 +294,3 @@ def test_a_narrow_table_loses_nothing():
     column = "".join(row.split("│")[2].strip() for row in rows.splitlines() if row.startswith("│"))
     assert column == "runs/a-long-name-of-a-checkpoint"
     assert "…" not in rows
-
-
-def test_generations_are_kept_for_a_closer_look(model, problems):
-    score = evaluate.evaluate(model, problems[:1], 1, **NTP)
-    assert isinstance(score.scored[0].generation, Generation)
-    assert score.scored[0].problem is problems[0]

@@ -9,9 +9,9 @@ from fakes import LETTERS, TableModel
 from rich.console import Console
 from rich.text import Text
 
-from setblock import live, nano
-from setblock.evaluate import Score, Scored
+from setblock import live
 from setblock.generation import generate
+from setblock.scores import Sample, Score
 
 PROMPT = "abc"
 OPTIONS = {
@@ -210,9 +210,12 @@ def test_the_table_leaves_unchecked_answers_open():
 
 
 def score(*correct: bool) -> Score:
-    (problem,) = nano.problems("lists", "test", 1)
-    (generation,) = generate(TableModel.random(), PROMPT, max_new_tokens=1)
-    return Score(scored=[Scored(problem, generation, right) for right in correct])
+    return Score(
+        [
+            Sample(index, "k", right, "a", (1,), "eos", 1, 1, 0.0, 0.0, 0.0, 0.0)
+            for index, right in enumerate(correct)
+        ]
+    )
 
 
 def test_progress_on_a_terminal():

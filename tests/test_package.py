@@ -13,11 +13,22 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("masks", "solvers", "execution", "sampling", "head", "data", "config", "roofline"),
+    (
+        "masks",
+        "solvers",
+        "execution",
+        "sampling",
+        "head",
+        "data",
+        "config",
+        "roofline",
+        "records",
+        "scores",
+    ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks"),
     ("model", "batches", "totals"),
     ("decode", "train"),
-    ("verified",),
+    ("verified", "likelihood"),
     ("generation",),
     ("evaluate", "live", "watch"),
     ("answers",),

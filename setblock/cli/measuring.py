@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from setblock.cli.common import (
     SOLVERS_HELP,
@@ -14,6 +15,7 @@ from setblock.cli.common import (
     DeviceOption,
     Draft,
     DraftOption,
+    Dtype,
     DtypeOption,
     FallbackOption,
     JsonOption,
@@ -32,6 +34,7 @@ from setblock.cli.common import (
 
 if TYPE_CHECKING:
     from setblock.evaluate import Form
+    from setblock.records import Journal
 
 
 @app.command()
@@ -43,7 +46,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="nano (all five families) or families of it; or, with --data, one of gsm8k, "
-            "svamp, math, humaneval, mbpp, prompts (no right answer: for speed). Default: nano."
+            "svamp, math, humaneval, mbpp, prompts (no right answer: for speed), perplexity (of "
+            "plain text, or JSONL rows of text, under next-token prediction). Default: nano."
         ),
     ] = None,
     data: Annotated[
@@ -58,6 +62,13 @@ def evaluate(
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
     ] = False,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Task perplexity: tokens seen at a time, overlapping by half. Default: the "
+            "model's context."
+        ),
+    ] = None,
     split: Annotated[str, typer.Option(help="validation or test.")] = "test",
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Problems in wordings that training never saw.")
@@ -81,11 +92,23 @@ def evaluate(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Write the record to this JSON file.")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Write the record to this JSON file, and beside it each answer, as it comes, to "
+            "FILE.samples.jsonl.",
+        ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the stopped evaluation in --out.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score models on tasks under several decoding settings; writes one JSON record.
+
+    Each line also says how degenerate the text is: the share of answers that end by themselves,
+    repetition, and the mean log-probability of its tokens under next-token prediction. Every
+    setting after a task's first is compared with that one on the same problems.
 
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
@@ -94,14 +117,41 @@ def evaluate(
     from setblock import nano
     from setblock.generation import settings_for
     from setblock.live import progress_bar
+    from setblock.records import Journal
+    from setblock.scores import Sample, compare
     from setblock.tasks import load_items
 
+    models = {"models": model_names, "mask_token_id": mask_token_id}
+    models |= {"dtype": dtype and dtype.value, "device": device}
+    given = {
+        "mode": mode,
+        "solver": solver,
+        "block-size": block_size,
+        "next-token-seed": next_token_seed or None,
+        "fallback": fallback,
+        "draft": draft,
+        "branches": branches,
+        "seeds": seeds,
+        "shots": shots or None,
+        "plain": plain or None,
+    }
+    if task == [evaluation.PERPLEXITY]:
+        if useless := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"--{useless[0]}: perplexity reads text and decodes none")
+        if data is None:
+            raise ValueError("task perplexity needs its text: --data FILE")
+        request = {**models, "data": data.name, "limit": limit, "window": window}
+        journal = Journal(request, out_file, resume)
+        _judge_texts(journal, data, limit, window, models)
+        _show(journal.record, as_json)
+        return
+    if window is not None:
+        raise ValueError("--window is for --task perplexity alone")
     form = None
     if data is not None:
         form = _task_form(task or [], data, shots, shots_data, plain, split, held_out)
     elif shots or shots_data or plain:
         raise ValueError("--shots, --shots-data and --plain are for benchmark tasks, with --data")
-    families = [form.task.name] if form else evaluation.families(task or ["nano"])
     modes = mode or [Mode.ntp, Mode.sbd]
     drafts = Mode.verified in modes and draft == Draft.solver
     if solver and Mode.sbd not in modes and not drafts:
@@ -114,9 +164,9 @@ def evaluate(
         Mode.verified: {"draft": draft and draft.value, "branches": branches, "seeds": seeds},
     }
     for one, values in own.items():
-        given = [name.replace("_", "-") for name, value in values.items() if value is not None]
-        if given and one not in modes:
-            raise ValueError(f"--{given[0]} is for mode {one.value}, which --mode leaves out")
+        names = [name.replace("_", "-") for name, value in values.items() if value is not None]
+        if names and one not in modes:
+            raise ValueError(f"--{names[0]} is for mode {one.value}, which --mode leaves out")
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -124,39 +174,60 @@ def evaluate(
     if form and data:
         problems = {form.task.name: load_items(form.task, data, limit)}
     else:
+        families = evaluation.families(task or ["nano"])
         problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     if form and not form.chat:
         common["stop"] = form.task.stop
-    record = evaluation.new_record()
+    place = {} if form else {"split": split, "held_out": held_out}
+    settings: list[dict[str, Any]] = [{"mode": "ntp", **common}] if Mode.ntp in modes else []
+    for one, values in own.items():
+        if one in modes:
+            solvers = (solver or [None]) if one == Mode.sbd or drafts else [None]
+            fixed = {"mode": one.value, **common, **values}
+            settings += [{**fixed, "solver": text} for text in solvers]
+    request = {
+        **models,
+        "tasks": list(problems),
+        **place,
+        **(form.describe() if form else {}),
+        "limit": limit,
+        "batch_size": batch_size,
+        "settings": settings,
+    }
+    journal = Journal(request, out_file, resume)
+    firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
+    run = 0
     for model_name in model_names:
         model = load_model(model_name, dtype, device, mask_token_id)
-        runs: list[dict[str, Any]] = [{"mode": "ntp", **common}] if Mode.ntp in modes else []
-        for one, values in own.items():
-            if one in modes:
-                warn_untrained(model, one.value)
-                solvers = (solver or [None]) if one == Mode.sbd or drafts else [None]
-                runs += [
-                    {"mode": one.value, "solver": text, **common, **values} for text in solvers
-                ]
-        for options in runs:
+        for one in modes:
+            warn_untrained(model, one.value)
+        for options in settings:
             settings_for(model, **options)  # bad values are refused before the first problem
-        for options in runs:
-            warm_up(model, options["mode"])
-            for family in families:
-                label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
-                with progress_bar(err, label, len(problems[family])) as advance:
-                    line = evaluation.run(
-                        model, family, problems[family], batch_size, advance, form, **options
-                    )
-                place = {} if form else {"split": split, "held_out": held_out}
-                record["results"].append(line | place)
-                if out_file is not None:  # after every line, so that an interrupt loses nothing
-                    evaluation.save_record(record, out_file)
-    if as_json:
-        print_json(record)
-        return
-    out.print(evaluation.table(record["results"]))
+        for options in settings:
+            if any(journal.finished(run + later) is None for later in range(len(problems))):
+                warm_up(model, options["mode"])
+            for family, items in problems.items():
+                known = [Sample.from_json(sample) for sample in journal.known(run)]
+                line = journal.finished(run)
+                if line is None:
+                    label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
+                    with progress_bar(err, label, len(items)) as advance:
+
+                        def note(score: Any, run: int = run, advance: Any = advance) -> None:
+                            journal.add(run, asdict(score.samples[-1]))
+                            advance(score)
+
+                        line, score = evaluation.run(
+                            model, family, items, batch_size, note, form, known, **options
+                        )
+                    line, known = line | place, score.samples
+                    first = firsts.get(family)
+                    compared = compare(first[0], line, (first[1], known)) if first else None
+                    journal.finish(line, compared)
+                firsts.setdefault(family, (line, known))
+                run += 1
+    _show(journal.record, as_json)
 
 
 @app.command()
@@ -243,6 +314,34 @@ def roofline(
         for where, values in lines.items():
             shown.add_row(*map(str, where), *values)
         out.print(shown)
+
+
+def _judge_texts(
+    journal: "Journal", data: Path, limit: int, window: int | None, models: dict[str, Any]
+) -> None:
+    """The lines of perplexity, one a model, into the journal."""
+    from setblock.evaluate import judge, read_texts
+
+    texts = read_texts(data, limit)
+    for run, name in enumerate(models["models"]):
+        if journal.finished(run) is None:
+            dtype = models["dtype"] and Dtype(models["dtype"])
+            model = load_model(name, dtype, models["device"], models["mask_token_id"])
+            with err.status(Text(f"{name} reads {data.name}")):
+                line = judge(model, texts, window, data)
+            journal.finish(line)
+
+
+def _show(record: dict[str, Any], as_json: bool) -> None:
+    """The record as JSON, or its tables."""
+    from setblock import evaluate as evaluation
+
+    if as_json:
+        print_json(record)
+        return
+    out.print(evaluation.table(record["results"]))
+    if comparisons := record.get("comparisons"):
+        out.print(evaluation.comparison_table(comparisons))
 
 
 def _task_form(

@@ -1,0 +1,160 @@
+"""Records of measurements: where they come from, and the samples behind them, safe on disk."""
+
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def new_record() -> dict[str, Any]:
+    """A record without results: the command, code, machine and versions that will make them."""
+    names = ("setblock", "torch", "transformers")
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+        "results": [],
+    }
+
+
+class Journal:
+    """A record whose lines come one after the other, and the samples behind each, kept on disk.
+
+    Line n of the record is run n. The samples stand in a file beside the record, one JSON object a
+    line, with the run's number; both are written as they come, so that a stopped command can go on.
+    request: what was asked for; a record goes on only for the same request, by the same code.
+    Without a path nothing is written.
+    """
+
+    def __init__(self, request: dict[str, Any], path: Path | None, resume: bool = False) -> None:
+        """Raises: ValueError for a record that is there and not to go on with, or the reverse."""
+        self.path = path
+        self.record = new_record()
+        results = self.record.pop("results")
+        self.record |= {"request": request, "results": results}
+        self._samples: dict[int, list[dict[str, Any]]] = {}
+        if resume:
+            if path is None or not path.is_file():
+                raise ValueError(f"resume: no record to go on with at {path}: it needs --out FILE")
+            self._read(path)
+        elif path is not None and (path.exists() or self.samples_path.exists()):
+            raise ValueError(f"{path} is there already: go on with --resume, or name another file")
+
+    @property
+    def samples_path(self) -> Path:
+        """Where the samples are."""
+        assert self.path is not None
+        return self.path.with_suffix(".samples.jsonl")
+
+    def known(self, run: int) -> list[dict[str, Any]]:
+        """The samples of a run that an earlier command left."""
+        return self._samples.get(run, [])
+
+    def finished(self, run: int) -> dict[str, Any] | None:
+        """The line of a run that an earlier command finished."""
+        results = self.record["results"]
+        return results[run] if run < len(results) else None
+
+    def add(self, run: int, sample: dict[str, Any]) -> None:
+        """Write a sample down."""
+        if self.path is not None:
+            if not self.path.exists():
+                save_record(self.record, self.path)
+            with self.samples_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"run": run, **sample}) + "\n")
+
+    def finish(self, line: dict[str, Any], comparison: dict[str, Any] | None = None) -> None:
+        """Write down the next run's line, and how it compares."""
+        self.record["results"].append(line)
+        if comparison is not None:
+            self.record.setdefault("comparisons", []).append(comparison)
+        if self.path is not None:
+            save_record(self.record, self.path)
+
+    def _read(self, path: Path) -> None:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("request", "commit", "versions"):
+            now = json.loads(json.dumps(self.record[name]))
+            if old.get(name) != now:
+                raise ValueError(
+                    f"resume: {path} was made by another {name}: {_difference(old.get(name), now)}"
+                )
+        self.record = old
+        if not self.samples_path.is_file():
+            return
+        content = self.samples_path.read_text(encoding="utf-8")
+        if not content.endswith("\n"):
+            with self.samples_path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        for line in content.split("\n"):
+            try:
+                sample = json.loads(line)
+            except ValueError:
+                continue  # cut short by a kill
+            self._samples.setdefault(sample.pop("run"), []).append(sample)
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = [name for name in new if old.get(name) != new[name]]
+        old, new = ({name: one.get(name) for name in changed} for one in (old, new))
+    return f"{json.dumps(old)}, now {json.dumps(new)}"
+
+
+def save_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record; a reader never sees half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
+
+
+def _cpu() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a checkout."""
+    file = Path(__file__)
+    try:
+        _, commit, changes = [
+            subprocess.run(
+                ["git", *words], cwd=file.parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (
+                ["ls-files", "--error-unmatch", file.name],  # fails in somebody else's checkout
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "-uno", "."],
+            )
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changes else "")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held, on the device or, on a CPU, altogether."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of what getrusage says
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

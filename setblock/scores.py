@@ -1,0 +1,141 @@
+"""From single answers to a setting's line of a record: sums, intervals, paired tests."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Z_95 = 1.959964
+NGRAM = 4  # tokens that count as repeated if they stood in the answer before
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One problem's answer; a line of the file of samples.
+
+    index: of the problem. correct: None where nothing is right or wrong.
+    entropy_nats: sum over the tokens of the entropies of the distributions they were taken from.
+    logprob_nats: sum of their log-probabilities under next-token prediction by the same model.
+    repetition: share of the answer's runs of NGRAM tokens that had occurred in it before.
+    wall_s: seconds of decoding since the sample before.
+    """
+
+    index: int
+    key: str
+    correct: bool | None
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    nfe: int
+    prefill_forwards: int
+    entropy_nats: float
+    logprob_nats: float
+    repetition: float
+    wall_s: float
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Sample":
+        """The sample of a line of a file."""
+        return cls(**{**values, "token_ids": tuple(values["token_ids"])})
+
+
+@dataclass
+class Score:
+    """What one setting made of the problems of one task; `result()` is its line of the record."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers so far, 0 before the first."""
+        return sum(one.correct or False for one in self.samples) / max(len(self.samples), 1)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds spent decoding all problems, checking left out."""
+        return sum(one.wall_s for one in self.samples)
+
+    def result(self) -> dict[str, Any]:
+        """Counts, score with its 95 % interval, tokens per forward and seconds.
+
+        entropy_nats, logprob_nats: means over all tokens; repetition: mean over the answers.
+        correct, score and interval are None for prompts without a right answer.
+        """
+        samples = self.samples
+        n = len(samples)
+        judged = all(one.correct is not None for one in samples)
+        correct = sum(one.correct or False for one in samples)
+        tokens = sum(len(one.token_ids) for one in samples)
+        nfe = sum(one.nfe for one in samples)
+        ended = [one for one in samples if one.finish_reason == "eos"]
+        return {
+            "n": n,
+            "correct": correct if judged else None,
+            "score": correct / n if judged else None,
+            "interval": wilson_interval(correct, n) if judged else None,
+            "tokens": tokens,
+            "nfe": nfe,
+            "prefill_forwards": sum(one.prefill_forwards for one in samples),
+            "tokens_per_forward": tokens / nfe,
+            "tokens_per_forward_eos": sum(len(one.token_ids) for one in ended)
+            / max(sum(one.nfe for one in ended), 1),
+            "eos_share": len(ended) / n,
+            "repetition": sum(one.repetition for one in samples) / n,
+            "entropy_nats": sum(one.entropy_nats for one in samples) / tokens,
+            "logprob_nats": sum(one.logprob_nats for one in samples) / tokens,
+            "wall_s": self.wall_s,
+        }
+
+
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a share."""
+    share, z2 = correct / n, Z_95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def repetition(ids: Sequence[int]) -> float:
+    """Share of the runs of NGRAM tokens that had occurred before; 0 for a text without any."""
+    runs = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
+    """The exact two-sided p-value of McNemar's test: two settings on the same problems.
+
+    It says how probable so uneven a split of the problems that only one of them got right would be
+    if both were equally good.
+    """
+    pairs = list(zip(first, second, strict=True))
+    better, worse = pairs.count((True, False)), pairs.count((False, True))
+    n = better + worse
+    tail = sum(math.comb(n, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def compare(
+    first: dict[str, Any], second: dict[str, Any], samples: Sequence[Sequence[Sample]]
+) -> dict[str, Any]:
+    """A paired comparison of two lines of a record on the same problems, given their samples.
+
+    Rights and p_value are None for prompts without a right answer.
+    """
+    right = [{one.index: bool(one.correct) for one in some} for some in samples]
+    assert right[0].keys() == right[1].keys(), "paired settings answer the same problems"
+    answers = [[one[index] for index in sorted(right[0])] for one in right]
+    same = {one.index: one.token_ids for one in samples[0]}
+    judged = first["score"] is not None
+    names = ("model", "mode", "solver")
+    return {
+        "task": first["task"],
+        "n": len(answers[0]),
+        "first": {name: first[name] for name in names},
+        "second": {name: second[name] for name in names},
+        "only_first": sum(a and not b for a, b in zip(*answers, strict=True)) if judged else None,
+        "only_second": sum(b and not a for a, b in zip(*answers, strict=True)) if judged else None,
+        "p_value": mcnemar(*answers) if judged else None,
+        "identical_share": sum(same[one.index] == one.token_ids for one in samples[1])
+        / len(samples[1]),
+        "wall_clock_ratio": first["wall_s"] / second["wall_s"],
+    }

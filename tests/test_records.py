@@ -1,0 +1,135 @@
+"""Records: where they come from, safe writing, and journals that go on after a stop."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from setblock import records
+from setblock.records import Journal
+
+
+def test_a_new_record_says_where_it_comes_from(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/setblock", "evaluate", "my model", "--json"])
+    record = records.new_record()
+    assert record["command"] == "setblock evaluate 'my model' --json"
+    assert record["results"] == []
+    assert set(record["versions"]) == {"setblock", "torch", "transformers", "python"}
+    assert all(record["versions"].values())
+    assert set(record["machine"]) == {"cpu", "cores", "threads", "cuda"}
+    assert record["machine"]["cpu"]
+    assert record["date"].endswith("+00:00")
+    assert json.loads(json.dumps(record)) == record
+
+
+def repository(folder: Path, tracked: bool) -> str:
+    """A checkout that holds an records.py; its commit."""
+    folder.mkdir()
+    name = "records.py" if tracked else "other.py"
+    (folder / "records.py").write_text("")
+    (folder / name).write_text("")
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    for words in (["init", "-q"], ["add", name], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    head = ["git", "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(
+        head, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_the_commit_is_that_of_the_package(tmp_path, monkeypatch, tracked):
+    """None where the package is only installed below somebody's checkout."""
+    commit = repository(tmp_path / "checkout", tracked)
+    file = tmp_path / "checkout" / "records.py"
+    monkeypatch.setattr(records, "__file__", str(file))
+    assert records._commit() == (commit if tracked else None)
+    file.write_text("changed")
+    assert records._commit() == (f"{commit}+" if tracked else None)
+
+
+def test_no_commit_outside_a_checkout_or_without_git(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert records._commit() is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert records._commit() is None
+
+
+def test_a_record_replaces_the_file_at_once(tmp_path):
+    path = tmp_path / "new" / "folder" / "record.json"
+    records.save_record({"results": [1]}, path)
+    before = path.stat().st_ino
+    records.save_record({"results": [1, 2]}, path)
+    assert json.loads(path.read_text()) == {"results": [1, 2]}
+    assert path.read_text().endswith("}\n")
+    assert path.stat().st_ino != before, "written in place: a reader could see half of it"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    records.save_record({"results": [1]}, path)
+
+    def full(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.save_record({"results": [1, 2]}, path)
+    assert json.loads(path.read_text()) == {"results": [1]}
+
+
+REQUEST = {"models": ["m"], "limit": 2}
+
+
+def test_a_journal_without_a_path_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(REQUEST, None)
+    journal.add(0, {"index": 0})
+    journal.finish({"task": "t"})
+    assert journal.record["results"] == [{"task": "t"}]
+    assert journal.record["request"] == REQUEST
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_journal_goes_on(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    journal = Journal(REQUEST, path)
+    for run, index in ((0, 0), (0, 1), (1, 1)):
+        journal.add(run, {"index": index})
+        if (run, index) == (0, 1):
+            journal.finish({"task": "a"}, {"p_value": 1})
+    with journal.samples_path.open("a") as file:
+        file.write('{"run": 1, "ind')  # killed while writing
+    again = Journal(REQUEST, path, resume=True)
+    assert again.finished(0) == {"task": "a"}
+    assert again.finished(1) is None
+    assert again.known(0) == [{"index": 0}, {"index": 1}]
+    assert again.known(1) == [{"index": 1}]
+    again.add(1, {"index": 0})
+    again.finish({"task": "b"}, {"p_value": 0.5})
+    last = Journal(REQUEST, path, resume=True)
+    assert last.known(1) == [{"index": 1}, {"index": 0}]
+    assert last.record["results"] == [{"task": "a"}, {"task": "b"}]
+    assert last.record["comparisons"] == [{"p_value": 1}, {"p_value": 0.5}]
+    assert last.record["date"] == journal.record["date"]
+
+
+def test_journals_do_not_mix(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    with pytest.raises(ValueError, match="no record to go on with"):
+        Journal(REQUEST, path, resume=True)
+    with pytest.raises(ValueError, match="needs --out"):
+        Journal(REQUEST, None, resume=True)
+    Journal(REQUEST, path).add(0, {"index": 0})
+    with pytest.raises(ValueError, match="is there already: go on with --resume"):
+        Journal(REQUEST, path)
+    with pytest.raises(ValueError, match=r'another request: \{"limit": 2\}, now \{"limit": 3\}'):
+        Journal({**REQUEST, "limit": 3}, path, resume=True)
+    monkeypatch.setattr(records, "_commit", lambda: "other")
+    with pytest.raises(ValueError, match=r'another commit: .*, now "other"'):
+        Journal(REQUEST, path, resume=True)
