@@ -22,7 +22,8 @@ from transformers.trainer_utils import get_last_checkpoint
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import nano
+import setblock
+from setblock import evaluate, nano
 from setblock.config import SBDConfig
 from setblock.model import write_settings
 from setblock.train import SBDTrainer
@@ -212,6 +213,14 @@ def bundle(tokenizer: PreTrainedTokenizerFast, stage: Path, folder: Path, **own:
     shutil.copyfile(stage / "log.json", folder / "log.json")
 
 
+def measure_acceptance(folder: Path, limit: int = 20) -> float:
+    """How likely a drafted token is accepted, on validation problems of all families."""
+    problems = [one for name in nano.FAMILIES for one in nano.problems(name, "validation", limit)]
+    options: Any = {"mode": "verified", "block_size": 16, "branches": 16, "seeds": 0}
+    line, _ = evaluate.run(setblock.load(folder), "nano", problems, 16, **options)
+    return round(line["acceptance"], 3)
+
+
 def finish(trainer: SFTTrainer, folder: Path) -> None:
     trainer.train(
         resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None
@@ -231,7 +240,7 @@ def main(
         Path | None, typer.Option(help="Write the checkpoints that ship here (setblock/demo).")
     ] = None,
     solver: Annotated[str, typer.Option(help="Default solver of the shipped SBD model.")] = (
-        "prefix:0.9"
+        "prefix:0.99"
     ),
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:
@@ -252,6 +261,7 @@ def main(
         sbd = {"mode": "sbd", "trained": True, "solver": solver, "block_size": 16}
         bundle(tokenizer, output_dir / "sbd", bundle_dir / "nano", **sbd)
         bundle(tokenizer, output_dir / "twin", bundle_dir / "nano-twin", mode="ntp")
+        write_settings(bundle_dir / "nano", acceptance=measure_acceptance(bundle_dir / "nano"))
 
 
 if __name__ == "__main__":

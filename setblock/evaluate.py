@@ -16,6 +16,7 @@ from setblock import likelihood, nano
 from setblock.generation import Generation, Options, encode, settings_for, stream
 from setblock.model import Model
 from setblock.records import peak_bytes
+from setblock.roofline import fitted_acceptance
 from setblock.scores import Sample, Score, repetition
 from setblock.tasks import TASKS, Item, Task
 
@@ -98,17 +99,27 @@ def run(
     """One line of a record, a model's score on a task under one setting, and what it sums up.
 
     peak_bytes: the most memory in use, on a GPU during this run, on a CPU by the whole process.
+    acceptance: of drafted tokens by branches, fitted to tokens per forward; None in other modes.
     """
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     score = evaluate(model, problems, batch_size, on_progress, form, known, **options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
+    result = score.result()
+    drafting = settings.mode == "verified" and settings.draft == "branches"
+    acceptance = None
+    if drafting and settings.block_size > 1:
+        branches = min(settings.branches or settings.block_size, settings.block_size)
+        acceptance = fitted_acceptance(
+            settings.block_size, branches, settings.seeds, result["tokens_per_forward"]
+        )
     line = {
         "task": task,
         "model": model.name,
         "mode": settings.mode,
         "solver": str(settings.solver) if settings.uses_solver else None,
-        **score.result(),
+        **result,
+        "acceptance": acceptance,
         "peak_bytes": peak_bytes(model.device),
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -44,6 +44,7 @@ SETTINGS = {
     "trained": bool,
     "dtype": str,
     "device": str,
+    "acceptance": float,  # of drafted tokens, see roofline.best_spending
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights.
@@ -142,6 +143,7 @@ class Model:
         self.context_length: int = network.config.max_position_embeddings
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
+        self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +196,7 @@ class Model:
             machines.device_of(self.device, self.dtype),
             block_size,
             rows,
+            acceptance=self.acceptance,
             **fixed,
         )
 
@@ -442,10 +445,13 @@ def _checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         if key not in SETTINGS:
             raise ModelError(f"setblock setting {key!r} is not one of {_any(SETTINGS)}")
-        if type(value) is not SETTINGS[key] or (key == "block_size" and value < 1):
+        in_range, limits = {
+            "block_size": (lambda value: value >= 1, " of at least 1"),
+            "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
+        }.get(key, (lambda value: True, ""))
+        if type(value) is not SETTINGS[key] or not in_range(value):
             raise ModelError(
-                f"setblock setting {key} must be a {SETTINGS[key].__name__}"
-                f"{' of at least 1' if key == 'block_size' else ''}, got {value!r}"
+                f"setblock setting {key} must be a {SETTINGS[key].__name__}{limits}, got {value!r}"
             )
     return settings
 

@@ -426,7 +426,8 @@ def test_other_defaults_are_those_that_help_states(run, trained):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_info(run, checkpoint, as_json):
-    folder = checkpoint("qwen3", settings={"solver": "fixed:2", "trained": True})
+    settings = {"solver": "fixed:2", "trained": True, "acceptance": 0.9}
+    folder = checkpoint("qwen3", settings=settings)
     options = ["--dtype", "bfloat16", "--device", "cpu", "--mask-token-id", "8"]
     result = run("info", folder, *options, *["--json"] * as_json)
     facts = {
@@ -434,6 +435,7 @@ def test_info(run, checkpoint, as_json):
         "dtype": "bfloat16", "device": "cpu", "mask_token_id": 8,
         "mask_token_source": "given explicitly", "eos_token_ids": [257], "sbd_trained": True,
         "default_mode": "sbd", "default_solver": "fixed:2", "default_block_size": 16,
+        "acceptance": 0.9,
     }  # fmt: skip
     assert result.err == ""
     if as_json:

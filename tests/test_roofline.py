@@ -24,6 +24,7 @@ from setblock.roofline import (
     Dimensions,
     best_spending,
     expected_tokens,
+    fitted_acceptance,
     forward_s,
     speedup,
     tables,
@@ -248,6 +249,18 @@ def test_expected_tokens_are_those_of_a_simulation(branches, seeds, rate) -> Non
             kind = "seen" if guessed else "blind"
     expected = expected_tokens(size, branches, seeds, rate)
     assert expected == pytest.approx((tokens / forwards, drafted / forwards), rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8, 0.97])
+@pytest.mark.parametrize("spent", [(16, 16, 0), (8, 2, 2)])
+def test_acceptance_is_found_again(spent, rate) -> None:
+    size, branches, seeds = spent
+    tokens, _ = expected_tokens(size, branches, seeds, rate)
+    for measured, found in ((tokens, rate), (99.0, 0.999)):
+        fitted = fitted_acceptance(size, branches, seeds, measured)
+        assert fitted == pytest.approx(found, abs=1e-6)
+    none = fitted_acceptance(size, branches, seeds, 1.0)
+    assert expected_tokens(size, branches, seeds, none)[0] == pytest.approx(1, abs=1e-2)
 
 
 def test_the_machine_of_a_model(monkeypatch) -> None:

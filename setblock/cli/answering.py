@@ -170,6 +170,7 @@ def info(
         "eos_token_ids": sorted(model.eos_token_ids),
         "sbd_trained": model.trained,
         **{f"default_{name}": value for name, value in model.defaults.items()},
+        "acceptance": model.acceptance,
     }
     if as_json:
         print_json(facts)
