@@ -213,7 +213,7 @@ def bundle(tokenizer: PreTrainedTokenizerFast, stage: Path, folder: Path, **own:
     shutil.copyfile(stage / "log.json", folder / "log.json")
 
 
-def measure_acceptance(folder: Path, limit: int = 20) -> float:
+def measure_acceptance(folder: Path, limit: int) -> float:
     """How likely a drafted token is accepted, on validation problems of all families."""
     problems = [one for name in nano.FAMILIES for one in nano.problems(name, "validation", limit)]
     options: Any = {"mode": "verified", "block_size": 16, "branches": 16, "seeds": 0}
@@ -242,6 +242,9 @@ def main(
     solver: Annotated[str, typer.Option(help="Default solver of the shipped SBD model.")] = (
         "prefix:0.99"
     ),
+    acceptance_limit: Annotated[
+        int, typer.Option(help="Validation problems a family to measure acceptance of drafts on.")
+    ] = 20,
     only: Annotated[str, typer.Option(help="One stage alone: base, twin or sbd.")] = "",
 ) -> None:
     """Train the nano models; about two hours on two CPU cores."""
@@ -261,7 +264,8 @@ def main(
         sbd = {"mode": "sbd", "trained": True, "solver": solver, "block_size": 16}
         bundle(tokenizer, output_dir / "sbd", bundle_dir / "nano", **sbd)
         bundle(tokenizer, output_dir / "twin", bundle_dir / "nano-twin", mode="ntp")
-        write_settings(bundle_dir / "nano", acceptance=measure_acceptance(bundle_dir / "nano"))
+        acceptance = measure_acceptance(bundle_dir / "nano", acceptance_limit)
+        write_settings(bundle_dir / "nano", acceptance=acceptance)
 
 
 if __name__ == "__main__":
