@@ -84,6 +84,10 @@ class Journal:
         self.record["results"].append(line)
         if comparison is not None:
             self.record.setdefault("comparisons", []).append(comparison)
+        self.save()
+
+    def save(self) -> None:
+        """Write the record as it is now."""
         if self.path is not None:
             save_record(self.record, self.path)
 

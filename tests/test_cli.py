@@ -699,6 +699,56 @@ def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypat
     assert "got 'entropy:-1'" in result.error
 
 
+# benchmark
+
+
+def test_benchmark_every_option(run, trained, tmp_path):
+    path = tmp_path / "record.json"
+    words = [
+        "--limit", "2", "--batch-size", "1", "--batch-size", "2", "--prompt-length", "8",
+        "--prompt-length", "20", "--max-new-tokens", "4", "--repeats", "1", "--cached", "16",
+        "--solver", "fixed:2", "--block-size", "4", "--mask-token-id", "9", "--dtype", "float32",
+        "--device", "cpu",
+    ]  # fmt: skip
+    record = run("benchmark", trained, *words, "--out", path, "--json").json
+    assert record == json.loads(path.read_text())
+    cells = [(one["prompt_tokens"], one["batch_size"]) for one in record["results"]]
+    assert cells == [(n, b) for n in (8, 20) for b in (1, 2) for _ in range(5 if b == 1 else 4)]
+    for line in record["results"]:
+        assert line["tokens"] == 2 * 4
+        assert line["identical_share"] == 1 or line["contender"] == "sbd"
+        assert line["tokens_per_forward"] == {"ntp": 1, "sbd": 2}.get(
+            line["contender"], line["tokens_per_forward"]
+        )
+    assert [(one["batch_size"], one["cached"], one["queries"]) for one in record["forwards"]] == [
+        (b, 16, q) for b in (1, 2) for q in (1, 4, 8)
+    ]
+    assert "is there already" in run("benchmark", trained, *words, "--out", path).error
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    few = ["--task", "gsm8k", "--data", data, "--repeats", "1", "--max-new-tokens", "2"]
+    result = run("benchmark", trained, *few)
+    assert "transformers-lookup" in result.out
+    assert "against one token" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--prompt-length", "-1"], "--prompt-length must be at least 1, got -1"),
+        (["--cached", "-1"], "--cached must be at least 0, got -1"),
+        (["--task", "gsm8k"], "--task and --data need each other; got gsm8k and None"),
+        (["--task", "x", "--data", "y"], "--task must be one of gsm8k, svamp"),
+        (["--prompt-length", "400"], "exceeds the model's context of 256 tokens"),
+        (["--solver", "best"], "solver must be one of entropy:GAMMA"),
+    ],
+)
+def test_wrong_words_of_benchmark(run, trained, words, message):
+    assert message in run("benchmark", trained, *words).error
+
+
 # Errors: one line on stderr, exit code not 0
 
 
@@ -973,7 +1023,7 @@ def test_every_option_is_typed_in_this_file():
     """`train` and `merge` are typed in tests/test_finetune.py."""
     typed = Path(__file__).read_text()
     app: Any = typer.main.get_command(cli.app)
-    commands = {"generate", "info", "demo", "evaluate", "roofline", "train", "merge"}
+    commands = {"generate", "info", "demo", "evaluate", "roofline", "benchmark", "train", "merge"}
     assert commands == set(app.commands)
     for name, command in app.commands.items():
         if name in ("train", "merge"):

@@ -30,7 +30,7 @@ LEVELS = (
     ("decode", "train"),
     ("verified", "likelihood"),
     ("generation",),
-    ("evaluate", "live", "watch"),
+    ("evaluate", "live", "watch", "benchmark"),
     ("answers",),
     ("finetune",),
     ("cli",),

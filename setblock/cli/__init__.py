@@ -2,10 +2,10 @@
 
 import typer
 
-from setblock.cli import answering, measuring, training
+from setblock.cli import answering, benchmarking, measuring, training
 from setblock.cli.common import app, fail
 
-__all__ = ["answering", "app", "main", "measuring", "training"]
+__all__ = ["answering", "app", "benchmarking", "main", "measuring", "training"]
 
 
 def main() -> None:

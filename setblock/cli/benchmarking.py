@@ -1,0 +1,160 @@
+"""The command that measures wall clock: benchmark."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from setblock.cli.common import (
+    BlockSizeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MaskTokenOption,
+    ModelName,
+    SolverOption,
+    app,
+    err,
+    load_model,
+    out,
+    print_json,
+    warn_untrained,
+)
+
+
+@app.command()
+def benchmark(
+    model_name: ModelName,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Whose prompts, with --data. Default: those of the bundled model."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The task's file, as for `evaluate`.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts.")] = 8,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Prompts answered together; again. Default: 1.")
+    ] = None,
+    prompt_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens that prompts are brought to, by their own tokens over and over in front; "
+            "may be given again. Default: as they are."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Timed rounds, after one that warms up.")] = 5,
+    cached: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens in the cache of the timed forwards; again. Default: 128 and 512."
+        ),
+    ] = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the record to this JSON file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time token-by-token, set block and verified decoding beside transformers' own.
+
+    All answer the same prompts greedily, with the same weights, in turns: first a round that warms
+    up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
+    decoding of the same round; the median, least and most stand in the table. Besides, single
+    forwards of 1, k and 2k tokens are timed.
+    """
+    from setblock import benchmark as measure
+    from setblock import nano
+    from setblock.generation import encode, settings_for
+    from setblock.records import Journal
+    from setblock.tasks import TASKS, load_items
+
+    numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
+    numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
+    for name, values in numbers.items():
+        if min(values, default=1) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    if min(cached or [0]) < 0:
+        raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
+    if (task is None) != (data is None):
+        raise ValueError(f"--task and --data need each other; got {task} and {data}")
+    if task is not None and task not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
+    if task and data:
+        rows = load_items(TASKS[task], data, limit)
+        texts = [TASKS[task].prompt(row, (), True) for row in rows]
+    else:
+        each = -(-limit // len(nano.FAMILIES))
+        families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
+        texts = [one.prompt for some in zip(*families, strict=True) for one in some][:limit]
+    request = {"model": model_name, "task": task, "limit": limit, "repeats": repeats}
+    journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file)
+    model = load_model(model_name, dtype, device, mask_token_id)
+    warn_untrained(model, "sbd")
+    sbd: dict[str, Any] = {"solver": solver, "block_size": block_size}
+    size = settings_for(model, mode="sbd", **sbd).block_size  # bad values are refused here
+    chat = model.tokenizer.chat_template is not None
+    ids = encode(model, texts, chat)
+    record = journal.record
+    record |= {"dtype": str(model.dtype).removeprefix("torch."), "chat": chat, "forwards": []}
+    for length in prompt_length or [None]:
+        prompts = [measure.stretched(one, length) for one in ids]
+        for batch in batch_size or [1]:
+            rivals = measure.contenders(batch, **sbd)
+            with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
+                lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
+                for line in lines:
+                    journal.finish({"task": "benchmark", "model": model.name, **line})
+    for batch in batch_size or [1]:
+        with err.status(Text(f"single forwards, batches of {batch}")):
+            lengths = cached or [128, 512]
+            costs = measure.forward_costs(model, lengths, (1, size, 2 * size), batch, repeats)
+            record["forwards"] += costs
+    journal.save()
+    if as_json:
+        print_json(record)
+        return
+    out.print(_contenders(record["results"]))
+    out.print(_forwards(record["forwards"]))
+
+
+def _contenders(lines: list[dict[str, Any]]) -> Table:
+    shown = Table(title="Against token by token (ntp); median, least to most of the rounds")
+    shown.add_column("decoding", no_wrap=True)
+    names = ("batch", "prompt", "tokens per forward", "tokens/s")
+    for name in (*names, "speed-up, decoding", "with prompt", "same answers"):
+        shown.add_column(name, justify="right", overflow="fold")
+    for line in lines:
+        per_forward = line["tokens_per_forward"]
+        gains = [
+            "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
+            for name in ("speedup", "total_speedup")
+        ]
+        shown.add_row(
+            line["contender"],
+            str(line["batch_size"]),
+            f"{line['prompt_tokens']:.0f}",
+            "" if per_forward is None else f"{per_forward:.2f}",
+            f"{line['tokens_per_second']:.1f}",
+            *gains,
+            f"{line['identical_share']:.0%}",
+        )
+    return shown
+
+
+def _forwards(lines: list[dict[str, Any]]) -> Table:
+    shown = Table(title="One forward")
+    for name in ("batch", "cached", "query tokens", "ms", "against one token"):
+        shown.add_column(name, justify="right")
+    for line in lines:
+        shown.add_row(
+            *(str(line[name]) for name in ("batch_size", "cached", "queries")),
+            f"{1000 * line['seconds']:.2f}",
+            f"{line['ratio']:.2f}",
+        )
+    return shown

@@ -1,0 +1,94 @@
+"""The benchmark's numbers, with a clock that stands still but where the test moves it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from setblock import benchmark
+from setblock.benchmark import Run, compare, forward_costs, stretched, transformers_generate
+from setblock.generation import generate
+from setblock.model import Model, load
+
+PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8], [21]]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> Model:
+    return load(checkpoint("llama"), dtype="float32", device="cpu")
+
+
+def test_transformers_says_what_next_token_decoding_does(model):
+    ours = generate(model, PROMPTS, mode="ntp", max_new_tokens=12)
+    theirs = transformers_generate()(model, PROMPTS, 12)
+    assert theirs.token_ids == tuple(one.token_ids for one in ours)
+    assert theirs.tokens == sum(one.num_tokens for one in ours)
+    assert theirs.prefill_s > 0
+
+
+def test_prompt_lookup_says_the_same(model):
+    found = benchmark.contenders(1, solver=None, block_size=None)
+    assert list(found) == ["ntp", "sbd", "verified", "transformers", "transformers-lookup"]
+    for prompt in PROMPTS:
+        runs = {name: run(model, [prompt], 12) for name, run in found.items()}
+        for name in ("verified", "transformers", "transformers-lookup"):
+            assert runs[name].token_ids == runs["ntp"].token_ids
+    assert "transformers-lookup" not in benchmark.contenders(2, solver=None, block_size=None)
+
+
+def test_answers_end_at_eos(model, monkeypatch):
+    free = generate(model, PROMPTS, mode="ntp", max_new_tokens=12)
+    monkeypatch.setattr(model, "eos_token_ids", frozenset([free[0].token_ids[4]]))
+    ours = generate(model, PROMPTS, mode="ntp", max_new_tokens=12)
+    theirs = transformers_generate()(model, PROMPTS, 12)
+    assert theirs.token_ids == tuple(one.token_ids for one in ours)
+    assert len(theirs.token_ids[0]) <= 5
+
+
+def test_ratios_are_paired_and_the_first_round_does_not_count(model):
+    seconds = {"ntp": [100, 8, 12, 20], "fast": [100, 2, 4, 4]}  # of the prompt's decoding
+
+    def contender(name: str):
+        left = iter(seconds[name])
+        return lambda model, prompts, tokens: Run(1.0, next(left), 10, 5, ((1,), (2,)))
+
+    running: Any = {name: contender(name) for name in seconds}
+    ntp, fast = compare(model, [[1], [2, 2]], 2, 10, 3, running)
+    assert ntp["speedup"] == ntp["total_speedup"] == 1
+    assert fast["speedup"] == 4
+    assert fast["speedup_range"] == (3, 5)
+    assert fast["total_speedup_range"] == (13 / 5, 21 / 5)
+    assert (fast["decode_s"], fast["prefill_s"]) == (4, 1)
+    assert (fast["tokens_per_forward"], fast["identical_share"]) == (2, 1)
+    assert fast["tokens_per_second"] == 10 / 5
+    assert fast["prompt_tokens"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(None, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3]), (7, [3, 1, 2, 3, 1, 2, 3])],
+)
+def test_prompts_are_stretched_at_the_front(length, expected):
+    assert stretched([1, 2, 3], length) == expected
+
+
+def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
+    """Each forward takes as many seconds as it has tokens to look at."""
+    now, seen = 0.0, []
+    forward = model.forward
+
+    def timed(tokens: torch.Tensor, layout: Any, cache: Any, logits_at: Any = None) -> Any:
+        nonlocal now
+        held = int(cache.lengths.max())
+        seen.append((tokens.shape[0], held, tokens.shape[1]))
+        now += held + tokens.shape[1]
+        return forward(tokens, layout, cache, logits_at)
+
+    monkeypatch.setattr(model, "forward", timed)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    lines = list(forward_costs(model, [0, 8], (1, 4, 8), 2, 3))
+    assert [(one["cached"], one["queries"], one["seconds"]) for one in lines] == [
+        (0, 1, 1), (0, 4, 4), (0, 8, 8), (8, 1, 9), (8, 4, 12), (8, 8, 16)
+    ]  # fmt: skip
+    assert lines[-1]["ratio"] == 16 / 9
+    assert seen.count((2, 8, 4)) == 4, "one to warm up, three to time"
