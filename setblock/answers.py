@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from setblock.generation import stream
-from setblock.model import Model
+from setblock.model import Model, lasting
 from setblock.watch import prompts_of
 
 
@@ -34,18 +34,20 @@ def regenerate(
     if "prompt" not in rows.column_names:
         raise ValueError("answers 'model' needs rows of prompt and completion")
     prompts = prompts_of(model, rows)
-    how = {"model": model.name, "max_new_tokens": max_new_tokens}
+    how = {"model": lasting(model.name), "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
             try:
                 answer = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
+            if not (isinstance(answer, dict) and {"index", "text", "finish_reason"} <= set(answer)):
+                raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
             index = answer["index"]
             asked = {**how, "prompt_ids": prompts[index] if index < len(rows) else None}
             for name, value in asked.items():
-                if answer[name] != value:
+                if answer.get(name) != value:
                     raise ValueError(
                         f"{file} holds answers of another run: {name} of answer {index} differs; "
                         "move it away"

@@ -90,6 +90,11 @@ class SBDConfig(SFTConfig):
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {self.max_length}")
         if not 1 <= self.min_block_size <= self.max_block_size:
             raise ValueError(
                 "block sizes need 1 <= min_block_size <= max_block_size, got "

@@ -68,6 +68,8 @@ def load_rows(
         if not len(dataset):
             raise ValueError(f"{name} holds no rows")
         old = {new: name for name, new in renamed.items() if name in dataset.column_names}
+        if "tools" in dataset.column_names:
+            raise ValueError(f"{name}: tools are not supported")
         columns = [old.get(column, column) for column in _format(dataset[0], name, renamed)]
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
@@ -75,9 +77,9 @@ def load_rows(
         for where, row in zip(places, dataset, strict=True):
             _checked(row, where, {})
         parts.append(dataset.add_column("where", places))
-    kinds = {tuple(sorted(part.column_names)) for part in parts}
+    kinds = {_kind({k: v for k, v in part[0].items() if k != "where"}) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"data of different formats: {' and '.join(map(str, sorted(kinds)))}")
+        raise ValueError(f"data of different formats: {'; '.join(sorted(kinds))}")
     rows = concatenate_datasets(parts)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -156,11 +158,13 @@ def conversation(
                 f"{where}: the chat template renders turn {number} otherwise once more turns "
                 "follow; give such data as prompt and completion"
             )
-        for part, learned in ((cue[len(text) :], 0), (said[len(cue) :], 1)):
-            tokens = tokenizer.encode(part, add_special_tokens=False)
-            ids += tokens
-            mask += [learned] * len(tokens)
-        text = said
+        for longer, learned in ((cue, 0), (said, 1)):
+            # What follows depends on what was before, in tokenizers that mark the start of a text.
+            tokens = tokenizer.encode(longer, add_special_tokens=False)
+            if tokens[: len(ids)] != ids:  # a token across the border: a turn begins a new one
+                tokens = ids + tokenizer.encode(longer[len(text) :], add_special_tokens=False)
+            mask += [learned] * (len(tokens) - len(ids))
+            ids, text = tokens, longer
     if not any(mask):
         raise ValueError(f"{where}: no assistant turn to learn from")
     return {"input_ids": ids, "completion_mask": mask}
@@ -196,7 +200,7 @@ def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(file and line or row, value) of a JSONL file or a JSON list."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json":
             values = json.loads(text)
             if not isinstance(values, list):
@@ -234,6 +238,8 @@ def _kind(row: dict[str, Any]) -> str:
 def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
     """The row's columns of its format; refuses empty answers and messages without role."""
     columns = _format(row, where, renamed)
+    if row.get("tools"):
+        raise ValueError(f"{where}: tools are not supported")
     row = {renamed.get(name, name): value for name, value in row.items()}
     row = {name: row[name] for name in columns}
     for name, value in row.items():
@@ -247,6 +253,13 @@ def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
                     )
         elif not isinstance(value, str) or name == "messages":
             raise ValueError(f"{where}: {name} must be text, got {type(value).__name__}")
-        if not value and name != "prompt":
+        if not value and (name != "prompt" or isinstance(value, list)):
             raise ValueError(f"{where}: {name} is empty")
+        if name == "completion" and isinstance(value, list):
+            roles = [message["role"] for message in value]
+            if roles != ["assistant"]:
+                raise ValueError(
+                    f"{where}: a completion must be one assistant message, got {roles}; give "
+                    "several turns as messages"
+                )
     return row

@@ -5,28 +5,36 @@ import math
 import os
 import time
 from collections.abc import Callable, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_check
 
 import torch
 from accelerate import PartialState
-from transformers import HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import HfArgumentParser, TrainerState, set_seed
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from setblock import adapters
 from setblock.answers import regenerate
 from setblock.config import SBDConfig
-from setblock.data import load_rows, prepare
-from setblock.model import DTYPES, Model, load, write_settings
+from setblock.data import SUFFIXES, load_rows, prepare
+from setblock.model import DTYPES, Model, lasting, load, write_settings
 from setblock.records import new_record, peak_bytes
 from setblock.solvers import parse
 from setblock.train import SBDTrainer
-from setblock.watch import DecodeProbe, SaveOnSignal
+from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of
 
 ANSWERS = ("data", "model")
 ATTENTIONS = ("sdpa", "flex_attention")
+# What is not for the hub: its upload leaves out what begins with an underscore.
+OWN_FOLDER = "_run"
+# Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
+FREE = (
+    *("output_dir", "max_steps", "num_train_epochs", "run_name", "report_to", "disable_tqdm"),
+    *("logging_", "save_", "eval_", "hub_", "push_to_hub", "log_", "dataloader_num_workers"),
+    *("do_", "load_best", "metric_for", "greater_is", "ddp_timeout", "logits_chunk_size"),
+)
 # What a finished run leaves: another one must not mix with it.
 LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
 
@@ -57,6 +65,7 @@ class Run:
     answers: str = "data"
     answer_tokens: int = 256
     answer_batch_size: int = 16
+    eval_data: str | None = None
     decode_data: str | None = None
     decode_every: int = 0
     decode_limit: int = 32
@@ -91,6 +100,15 @@ class Run:
         if bool(self.decode_every) != (self.decode_data is not None):
             raise ValueError("decode_every and decode_data need each other")
         parse(self.decode_solver)
+        if self.method == "full":
+            for name in ("lora_rank", "lora_alpha", "lora_dropout"):
+                if getattr(self, name) != getattr(Run, name):
+                    raise ValueError(
+                        f"{name} is for methods lora, qlora and gated, got {getattr(self, name)} "
+                        "with full"
+                    )
+        if self.split != "train" and all(Path(name).suffix in SUFFIXES for name in self.data):
+            raise ValueError(f"split is for hub datasets, got {self.split!r} with files alone")
 
 
 del Run.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]  # it hides type hints
@@ -123,10 +141,15 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     before anything is trained.
     """
     config = parse_config(run, arguments)
+    settings = _settings(run, config)
     checkpoint = _last_checkpoint(run)
-    fields = run.split, run.prompt_field, run.completion_field
-    rows = load_rows(run.data, *fields, run.limit)
-    held_out = load_rows([run.decode_data], *fields, run.decode_limit) if run.decode_data else None
+    settings_file = run.output_dir / OWN_FOLDER / "settings.json"
+    if checkpoint is not None:
+        _check_resumed(settings_file, Path(checkpoint), settings)
+    names = run.split, run.prompt_field, run.completion_field
+    rows = load_rows(run.data, *names, run.limit)
+    held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
+    judged = load_rows([run.eval_data], *names) if run.eval_data else None
     # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts. A frozen
     # base needs no more than its own precision.
     frozen = run.method != "full"
@@ -141,31 +164,33 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         raise ValueError(
             f"{run.model} is an adapter itself: train on its base, or on what `merge` makes of it"
         )
-    _check_length(config, model, typed="max_length" in " ".join(arguments).replace("-", "_"))
+    _check_length(config, model, typed="max_length" in _names(arguments))
+    _check_saving(model)
     config.mask_token_id = model.mask_token_id
     if run.attention == "flex_attention":
         if model.device.type == "cpu":
             raise ValueError("attention 'flex_attention' can't train on a CPU; use sdpa")
         model.network.set_attn_implementation(run.attention)
     if held_out is not None:
-        held_out = _as_prompts(held_out, model, run)
+        held_out = _as_prompts(held_out, model, run, config, "the held-out decoding", say)
     if run.answers == "model":
-        rows = _own_answers(run, model, _as_prompts(rows, model, run), say)
+        prompts = _as_prompts(rows, model, run, config, "the training data", say)
+        rows = _own_answers(run, model, prompts, say)
     else:
         rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
         set_seed(config.seed)  # of the adapter's first values
         network: Any = adapters.attach(
             model.network,
-            _lasting(run.model),
+            lasting(run.model),
             run.method,
             model.mask_token_id,
             run.lora_rank,
             run.lora_alpha,
             run.lora_dropout,
         )
-        settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
-        model = Model(network, model.tokenizer, model.name, settings=settings)
+        own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
+        model = Model(network, model.tokenizer, model.name, settings=own)
     signals = SaveOnSignal()
     probe = None
     if held_out is not None:
@@ -176,18 +201,33 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
             "max_new_tokens": run.answer_tokens,
         }
         probe = DecodeProbe(model, held_out, run.decode_every, options)
-    trainer = SBDTrainer(
-        model.network,
-        config,
-        train_dataset=rows,
-        processing_class=model.tokenizer,
-        callbacks=[signals, *([probe] if probe else [])],
-    )
+    try:
+        trainer = SBDTrainer(
+            model.network,
+            config,
+            train_dataset=rows,
+            eval_dataset=None if judged is None else prepare(judged, model.tokenizer, run.chat),
+            processing_class=model.tokenizer,
+            callbacks=[signals, *([probe] if probe else [])],
+        )
+    except RuntimeError as error:  # such as a tracker that is not installed
+        raise ValueError(str(error)) from error
     trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
     cost = estimate(trainer)
     if trainer.is_world_process_zero():
         say(describe(cost))
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+        settings_file.parent.mkdir(parents=True, exist_ok=True)
+        settings_file.write_text(json.dumps(settings, indent=2) + "\n")
+        if checkpoint is not None:
+            _forget_lines(run.output_dir / "log.jsonl", _state(checkpoint).global_step)
+    if checkpoint is not None and _is_finished(checkpoint, config):
+        if trainer.is_world_process_zero():
+            say(f"nothing left to train: {checkpoint} is the last step's")
+        trainer._load_from_checkpoint(checkpoint)
+        trainer.state = _state(checkpoint)
+        result = TrainOutput(trainer.state.global_step, math.nan, {})
+    else:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(run.output_dir))
     if trainer.is_world_process_zero():
         trainer.create_model_card()
@@ -216,20 +256,28 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
 
 def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
     """The SBDConfig that command-line words stand for."""
+    names = _names(arguments)
+    for name in sorted(names & {"output_dir", *(field.name for field in fields(Run))}):
+        raise ValueError(f"--{name}: write it --{name.replace('_', '-')}, with hyphens")
     words = ["--output_dir", str(run.output_dir), "--report_to", "none"]
     if not torch.cuda.is_available():
         words += ["--use_cpu"]  # else trl refuses its own default, bf16
-    typed = " ".join(arguments).replace("-", "_")
     # It buys memory, which a CPU run has, and a gated adapter's clean half needs none. FSDP brings
     # its own, by accelerate's configuration, and refuses two.
     spare = run.method == "gated" or not torch.cuda.is_available()
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if "_checkpointing" not in typed and (spare or sharded):
+    sharded = _is_true("ACCELERATE_USE_FSDP")
+    if sharded and run.method == "gated" and _is_true("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise ValueError(
+            "a gated adapter does not know its tokens again when FSDP recomputes a layer: set "
+            "fsdp_activation_checkpointing to false in accelerate's configuration"
+        )
+    typed = any(name.endswith("_checkpointing") for name in names)
+    if not typed and (spare or sharded):
         words += ["--gradient_checkpointing", "no"]
     if run.mask_token_id is not None:
         words += ["--mask_token_id", str(run.mask_token_id)]
-    fields: Any = SBDConfig  # the parser's own annotation takes no class
-    parser = _Parser(fields, prog="setblock train", allow_abbrev=False)
+    kind: Any = SBDConfig  # the parser's own annotation takes no class
+    parser = _Parser(kind, prog="setblock train", allow_abbrev=False)
     config, unknown = parser.parse_args_into_dataclasses(
         args=[*words, *arguments], return_remaining_strings=True
     )
@@ -237,10 +285,78 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
     if config.resume_from_checkpoint is not None:
         raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
+    if config.activation_offloading and config.use_cpu:
+        raise ValueError("activation_offloading needs a GPU")
     for name in ("chat_template_path", "eos_token"):
         if getattr(config, name, None) is not None:
             raise ValueError(f"{name}: give the model's tokenizer this setting instead")
     return config
+
+
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() == "true"
+
+
+def _names(arguments: list[str]) -> set[str]:
+    """The fields that these command-line words set."""
+    words = (word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
+    return {word.replace("-", "_") for word in words}
+
+
+def _settings(run: Run, config: SBDConfig) -> dict[str, Any]:
+    """All that a resumed run must share with the first one, as JSON values."""
+    own = {**asdict(run), "model": lasting(run.model)}
+    for name in ("output_dir", "resume", "decode_data", "decode_every", "decode_limit"):
+        del own[name]
+    theirs = {name: value for name, value in config.to_dict().items() if not name.startswith(FREE)}
+    return json.loads(json.dumps({**theirs, **own}, default=str))
+
+
+def _check_resumed(file: Path, checkpoint: Path, new: dict[str, Any]) -> None:
+    """Raises: ValueError for settings other than those of the run to go on with."""
+    if not any(checkpoint.glob("optimizer*")):
+        raise ValueError(
+            f"resume: {checkpoint} has no optimizer state (save_only_model); it can't repeat the "
+            "run that made it"
+        )
+    if not file.is_file():
+        raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
+    old = json.loads(file.read_text())
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    if changed:
+        differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)
+        raise ValueError(f"resume: other settings than the run to go on with: {differences}")
+
+
+def _state(checkpoint: str) -> TrainerState:
+    return TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+
+
+def _is_finished(checkpoint: str, config: SBDConfig) -> bool:
+    state = _state(checkpoint)
+    if config.max_steps > 0:
+        return state.global_step >= config.max_steps
+    return bool(state.epoch) and state.epoch >= config.num_train_epochs
+
+
+def _forget_lines(log: Path, step: int) -> None:
+    """Cut the log's lines of steps after this one: they will be made again."""
+    if not log.is_file():
+        return
+    lines = log.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _check_saving(model: Model) -> None:
+    """Raises: ValueError if transformers would refuse to save this model, hours later."""
+    generation: Any = model.network.generation_config
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{model.name} can't be saved as it is, because of its generation_config.json: {error}"
+        ) from error
 
 
 def merge(model: Model, output_dir: Path, dtype: str) -> None:
@@ -287,7 +403,12 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     devices = [args.device] if args.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         loader = trainer.get_train_dataloader()
-        batch = next(iter(loader))
+        batch = next(iter(loader), None)
+        if batch is None:
+            raise ValueError(
+                "dataloader_drop_last leaves no batch: the data has fewer rows than "
+                f"per_device_train_batch_size={args.per_device_train_batch_size}"
+            )
         network.to(args.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
         batch = {name: value.to(args.device) for name, value in batch.items()}
         tokens = int((batch["document"] >= 0).sum())
@@ -338,7 +459,10 @@ def _last_checkpoint(run: Run) -> str | None:
     found = get_last_checkpoint(folder) if run.output_dir.is_dir() else None
     left = [name for name in LEFT if (run.output_dir / name).exists()]
     if run.resume and found is None:
-        raise ValueError(f"resume: {folder} holds no checkpoint to go on from")
+        hint = ""
+        if (run.output_dir / OWN_FOLDER / "answers.jsonl").exists():
+            hint = "; without --resume the same command goes on with the answers it has"
+        raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
     if not run.resume and (found is not None or left):
         raise ValueError(
             f"{folder} holds an earlier run ({', '.join(left) or found}): go on with --resume, or "
@@ -358,25 +482,43 @@ def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
     config.max_length = model.context_length  # trl's default is more than this model can take
 
 
-def _as_prompts(rows: Any, model: Model, run: Run) -> Any:
-    """Prompt-completion rows as training will see them, so that they are decoded the same way."""
+def _as_prompts(
+    rows: Any, model: Model, run: Run, config: SBDConfig, use: str, say: Callable[[str], None]
+) -> Any:
+    """Prompt-completion rows as training will see them, so that they are decoded the same way.
+
+    Rows too long to be answered are left out, and counted aloud.
+    """
     rows = prepare(rows, model.tokenizer, run.chat)
     if "prompt" not in rows.column_names:
         raise ValueError("decoding needs rows of prompt and completion")
-    return rows
+    slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
+    room = model.context_length - slots
+    kept = [row for row, prompt in enumerate(prompts_of(model, rows)) if len(prompt) <= room]
+    if not kept:
+        raise ValueError(
+            f"no prompt of {use} leaves room for answer_tokens={run.answer_tokens} in the model's "
+            f"context of {model.context_length} tokens"
+        )
+    if len(kept) < len(rows) and PartialState().is_main_process:
+        say(
+            f"{len(rows) - len(kept)} of {len(rows)} prompts are left out of {use}: they have more "
+            f"than {room} tokens, what answer_tokens={run.answer_tokens} leaves of the context"
+        )
+    return rows.select(kept)
 
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
     state = PartialState()
+    file = run.output_dir / OWN_FOLDER / "answers.jsonl"
     if state.is_main_process:
-        say(f"answering {len(rows)} prompts with the model itself; {run.output_dir}/answers.jsonl")
+        say(f"answering {len(rows)} prompts with the model itself; {file}")
     every = max(len(rows) // 20, 1)
 
     def progress(count: int) -> None:
         if count % every == 0 and state.is_main_process:
             say(f"{count} of {len(rows)} answers")
 
-    file = run.output_dir / "answers.jsonl"
     with state.main_process_first():  # the others find all answers in the file
         own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
     if state.is_main_process:
@@ -386,9 +528,3 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
 
 def _settings_of(model: Model) -> dict[str, Any]:
     return {"trained": model.trained, **model.defaults}
-
-
-def _lasting(name: str) -> str:
-    """A MODEL name that holds from any working folder."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name

@@ -140,7 +140,10 @@ def visible(
 
 
 def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) -> "BlockMask":
-    """The same rule as a FlexAttention BlockMask, which holds no [length, cache] tensor."""
+    """The same rule as a FlexAttention BlockMask, a small one once it is made.
+
+    Making it evaluates the rule for every pair of tokens, and holds that for a moment.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     query_tensors, key_tensors = queries.tensors(), keys.tensors()

@@ -323,6 +323,12 @@ def _base_of(source: str) -> str | None:
     return json.loads(Path(path).read_text())["base_model_name_or_path"] if path else None
 
 
+def lasting(name: str) -> str:
+    """A MODEL name that holds from any working folder."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name not in BUNDLED and path.exists() else name
+
+
 def write_settings(folder: str | Path, **settings: Any) -> None:
     """Put these settings into a checkpoint's generation_config.json, where `load` finds them.
 

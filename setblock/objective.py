@@ -75,11 +75,12 @@ class View:
         labels[:, clean] = labels[:, clean].masked_fill(again, IGNORE)
         return replace(self, labels=labels)
 
-    def teachers(self) -> Int[Tensor, "batch length"]:
+    def teachers(self, end: int | None = None) -> Int[Tensor, "batch length"]:
         """Index of the clean token whose output predicts what a masked token shall predict.
 
         That is the clean token before it in its document; -1 where there is none, and wherever
-        there is no masked-token label.
+        there is no masked-token label. Nor is there one for `end` after `end`: nothing teaches the
+        clean half what follows a text (see without_next).
         """
         first, layout = self.num_clean, self.layout
         noisy = torch.arange(self.labels.shape[1], device=self.labels.device) >= first
@@ -89,7 +90,11 @@ class View:
         index = torch.arange(first, device=slot.device).expand(len(slot), -1)
         start = torch.full((len(slot), first + 1), first, device=slot.device)
         start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
-        return torch.where(wanted, start + layout.position - 1, -1)
+        found = torch.where(wanted, start + layout.position - 1, -1)
+        if end is None:
+            return found
+        before = self.tokens.gather(1, found.clamp(min=0))
+        return torch.where((before == end) & (self.labels == end), -1, found)
 
 
 class Losses(NamedTuple):

@@ -25,7 +25,16 @@ class Totals:
         self.values = torch.zeros(
             len(self.NAMES) + 2 * max_block_size + 2 * self.NUM_RATES, device=device
         )
-        self.max_block_size, self.begin = max_block_size, time.perf_counter()
+        self.max_block_size = max_block_size
+        self.seconds, self._since = 0.0, 0.0
+
+    def start(self) -> None:
+        """A step begins; time between steps, such as that of a decoding, does not count."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """The step has ended."""
+        self.seconds += time.perf_counter() - self._since
 
     def _parts(self) -> list[Tensor]:
         """NAMES; labels and right answers by offset in the block; the same by mask rate."""
@@ -74,8 +83,8 @@ class Totals:
         if totals["matp_labels"]:
             means["mask_ratio"] = totals["matp_labels"] / totals["maskable"]
             means["block_size"] = totals["block_sizes"] / totals["batches"]
-        if totals["tokens"]:
-            means["tokens_per_second"] = totals["tokens"] / (time.perf_counter() - self.begin)
+        if self.seconds:
+            means["tokens_per_second"] = totals["tokens"] / self.seconds
         return means
 
     def breakdown(self) -> dict[str, list[float | None]]:

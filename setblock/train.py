@@ -53,11 +53,17 @@ OPTIONS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
+WHAT = {
+    "sbd": "Trained with [setblock](https://arxiv.org/abs/2509.04185): next-token and masked-token "
+    "prediction in\none network. `setblock generate MODEL --mode sbd --prompt ...` decodes several "
+    "tokens per forward.",
+    "ntp": "Trained for next-token prediction alone, as the baseline of set block decoding\n"
+    "([arXiv:2509.04185](https://arxiv.org/abs/2509.04185)).",
+}
 CARD = """
 ## Set block decoding
 
-Trained with [setblock](https://arxiv.org/abs/2509.04185): next-token and masked-token prediction in
-one network. `setblock generate MODEL --mode sbd --prompt ...` decodes several tokens per forward.
+{what}
 
 Model and data:
 
@@ -77,6 +83,16 @@ At the end, after {steps} steps (losses in nats per label):
 {losses}
 ```
 """
+
+
+class _Clock(TrainerCallback):
+    """Stops the clock of tokens per second behind each optimizer step."""
+
+    def __init__(self, trainer: "SBDTrainer") -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer._totals["train"].stop()
 
 
 class SBDTrainer(SFTTrainer):
@@ -120,13 +136,18 @@ class SBDTrainer(SFTTrainer):
             train_dataset=with_sample_ids(train_dataset),
             eval_dataset=map_datasets(with_sample_ids, eval_dataset),
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=[_Clock(self), *(callbacks or [])],
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
             formatting_func=formatting_func,
         )
         refuse_split_rows(self.accelerator.parallelism_config)
+        # trl puts the adapters of a quantised base into bfloat16, where small updates are lost, and
+        # a resumed run would not.
+        for weight in self.model.parameters():
+            if weight.requires_grad and is_peft_model(self.model):
+                weight.data = weight.data.float()
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
         if self.aux_loss_enabled:
@@ -148,6 +169,11 @@ class SBDTrainer(SFTTrainer):
         # compute_loss divides by the label counts of the whole step, so nobody else shall.
         self.loss_is_scaled_for_ga = True
         self.mask_token_id = self._adopt_mask_token() if args.objective == "sbd" else None
+        if self.mask_token_id is None:
+            generation: Any = self.model.generation_config  # takes keys of its users
+            settings = generation.to_dict().get("setblock", {})
+            generation.setblock = {**settings, "trained": False, "mode": "ntp"}
+            generation._from_model_config = False  # as in _adopt_mask_token
         if self.mask_token_id is not None:
             refuse_mask_token(self.train_dataset, self.mask_token_id)
         self._last_means: dict[str, float] = {}
@@ -163,6 +189,7 @@ class SBDTrainer(SFTTrainer):
 
         The step and the epoch come from the trainer's state, which a resumed run restores.
         """
+        self._totals["train"].start()
         batches = list(islice(epoch_iterator, num_batches))
         step = self.state.global_step
         block_size = objective.draw_block_size(
@@ -200,7 +227,7 @@ class SBDTrainer(SFTTrainer):
         self._totals[mode].add(scores, view, block_size, inputs)
         nats = losses.ntp_sum + self.args.matp_weight * losses.matp_sum
         if share := self.args.self_distill:
-            taught = (view.teachers() >= 0)[view.supervised]
+            taught = (view.teachers(self._end) >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
         if not torch.isfinite(nats):
@@ -240,7 +267,7 @@ class SBDTrainer(SFTTrainer):
     def _scores(self, model: torch.nn.Module, view: objective.View) -> Scores:
         """Runs the network on a view and scores every label of it."""
         supervised, distill = view.supervised, bool(self.args.self_distill)
-        teachers = view.teachers() if distill else None
+        teachers = view.teachers(self._end) if distill else None
         needed = supervised if teachers is None else _with_teachers(supervised, teachers)
         # Columns that any row needs: indices are what every supported transformers takes here.
         columns = needed.any(dim=0).nonzero()[:, 0]
@@ -322,6 +349,7 @@ class SBDTrainer(SFTTrainer):
         last = {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))}
         own = {f.name: getattr(self.args, f.name) for f in fields(SBDConfig) if f.name in OPTIONS}
         text = CARD.format(
+            what=WHAT[self.args.objective],
             provenance=json.dumps(self.provenance, indent=2, default=str),
             settings=json.dumps(own, indent=2),
             steps=self.state.global_step,
@@ -388,8 +416,13 @@ class SBDTrainer(SFTTrainer):
         view = objective.drop_idle_blocks(view)
         if self.gated:
             return view.masked_only()
+        return view if self._end is None else view.without_next(self._end)
+
+    @property
+    def _end(self) -> int | None:
+        """The token whose copies fill up a text's last block."""
         end: Any = self._tokenizer.eos_token_id
-        return view if end is None else view.without_next(end)
+        return end
 
     def _adopt_mask_token(self) -> int:
         """The mask token, found as everywhere else and written into the checkpoints to come.
@@ -402,8 +435,10 @@ class SBDTrainer(SFTTrainer):
         model = Model(
             self.model, self._tokenizer, mask_token_id=self.args.mask_token_id, settings=settings
         )
+        settings.pop("acceptance", None)  # of other weights
         generation.setblock = {
             **settings,
+            "mode": "sbd",
             "mask_token_id": model.mask_token_id,
             "block_size": self.args.max_block_size,
             "trained": True,

@@ -80,7 +80,8 @@ class DecodeProbe(TrainerCallback):
             self._decode(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._decode(args, state)
+        if state.global_step >= state.max_steps:  # a stopped run has its checkpoint to think of
+            self._decode(args, state)
 
     def _decode(self, args: Any, state: Any) -> None:
         network = self.model.network
@@ -127,9 +128,12 @@ def prompts_of(model: Model, rows: Any) -> list[list[int]]:
 
 
 def final_answer(text: str) -> str:
-    """The last number of a text, without thousands separators; the stripped text if it has none."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "").removesuffix(".00") if numbers else text.strip()
+    """The last number of a text in its shortest form; the stripped text if it has none."""
+    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
+    if not numbers:
+        return text.strip()
+    whole, _, fraction = numbers[-1].replace(",", "").partition(".")
+    return ".".join(filter(None, (whole, fraction.rstrip("0"))))
 
 
 def _text(completion: Any) -> str:

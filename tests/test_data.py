@@ -101,7 +101,17 @@ def test_columns_of_other_names(tmp_path):
         ('{"text": ""}\n', r":1: text is empty"),
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
         ('{"text": 3}\n', r":1: text must be text, got int"),
-        ('{"messages": "hi"}\n', r":1: messages must be text|:1: messages must be"),
+        ('{"messages": "hi"}\n', r":1: messages must be text, got str"),
+        (
+            '{"prompt": [], "completion": [{"role": "assistant", "content": "b"}]}',
+            ":1: prompt is e",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": '
+            '[{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}',
+            r":1: a completion must be one assistant message, got \['assistant', 'user'\]",
+        ),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', ":1: tools are not su"),
         (
             '{"messages": [{"content": "a"}]}\n',
             r":1: messages must be messages of role and content",
@@ -142,6 +152,11 @@ def test_other_bad_data(tmp_path):
     second = write(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}])
     with pytest.raises(ValueError, match="data of different formats"):
         load_rows([first, second])
+    talk = {"prompt": TALK[:1], "completion": TALK[1:2]}
+    with pytest.raises(ValueError, match=r"different formats: .*messages.*; .*\(text\)"):
+        load_rows([second, write(tmp_path / "f.jsonl", [talk])])
+    (tmp_path / "g.jsonl").write_text('{"text": "a"}', encoding="utf-8-sig")
+    assert read(str(tmp_path / "g.jsonl")) == [{"text": "a"}]
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ValueError, match=r"e\.jsonl"):
         load_rows([str(tmp_path / "e.jsonl")])
@@ -203,6 +218,26 @@ def test_conversations_that_the_template_refuses_are_named_by_line(tmp_path, kin
     file = write(tmp_path / "rows.jsonl", rows[kind])
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: the chat template refuses it: no system"):
         prepare(load_rows([file]), picky)
+
+
+class Marking:
+    """A tokenizer that puts 0 before the first word of a text, as some do."""
+
+    chat_template = "unmarked"
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [0] * bool(text) + [ord(letter) for letter in text]
+
+    def apply_chat_template(self, turns, tokenize, add_generation_prompt=False):
+        text = "".join(f"<{turn['role'][0]}>{turn['content']}" for turn in turns)
+        return text + "<a>" * add_generation_prompt
+
+
+def test_turns_are_encoded_behind_what_was_before_them():
+    row = conversation(Marking(), TALK)
+    assert row["input_ids"].count(0) == 1, "the start of the text, and of no turn"
+    learned = [t for t, on in zip(row["input_ids"], row["completion_mask"], strict=True) if on]
+    assert "".join(map(chr, learned)) == "yes?4"
 
 
 def test_preparation(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from setblock.finetune import Run, finetune, parse_config
 from setblock.generation import generate
 from setblock.masks import causal_layout
 from setblock.model import Model, load
+from setblock.roofline import ACCEPTANCE
 from setblock.train import SBDTrainer
+from setblock.watch import DecodeProbe, final_answer
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -80,6 +83,7 @@ def test_every_method_gives_a_model(
 
     monkeypatch.setattr(SBDTrainer, "save_model", noted)
     options = ["--lora-rank", "4", "--lora-alpha", "64", "--lora-dropout", "0.0"]
+    options = options if method != "full" else []
     summary = train(
         monkeypatch,
         capsys,
@@ -92,7 +96,9 @@ def test_every_method_gives_a_model(
     assert after.mask_token_id == summary["mask_token_id"] == before.mask_token_id
     assert after.adapted == (method != "full")
     assert after.gated == (method == "gated")
-    change = (next_token_logits(after) - next_token_logits(before)).nan_to_num().abs().max()
+    both = [next_token_logits(model)[..., : before.mask_token_id] for model in (after, before)]
+    assert all(logits.isfinite().all() for logits in both)
+    change = (both[0] - both[1]).abs().max()
     assert (change == 0) if method == "gated" else (change > 1e-3)
     block = [generate(model, [[5, 6, 7]], max_new_tokens=24)[0] for model in (before, after)]
     assert block[0].token_ids != block[1].token_ids, "nothing was learned"
@@ -119,16 +125,30 @@ def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatc
     attach = "setblock.adapters.attach"
     monkeypatch.setattr(attach, lambda net, *a, f=adapters.attach: seen.append(net) or f(net, *a))
     base, folder = checkpoint("llama-wide", mask_token="<mask>"), tmp_path / "out"
+    held = []
+    save = SBDTrainer.save_model
+    saving = lambda self, *words, **options: held.append(self.model) or save(self, *words)  # noqa: E731
+    monkeypatch.setattr(SBDTrainer, "save_model", saving)
     where = ("--model", base, "--data", rows, "--output-dir", folder, "--method", "qlora")
-    train(monkeypatch, capsys, *where, "--learning-rate", "0.05", "--warmup-steps", "0")
+    where += ("--learning-rate", "0.05", "--warmup-steps", "0", "--save-steps", "2")
+    train(monkeypatch, capsys, *where)
     assert isinstance(seen[0].model.layers[0].self_attn.q_proj.base_layer, Linear4bit)
     before, after = load(base), load(folder)
     assert after.trained
     assert after.adapted
     assert not (next_token_logits(after) == next_token_logits(before)).all()
-    answers = [generate(after, [[5, 6, 7]], max_new_tokens=24)[0].token_ids]
-    answers.append(generate(load(folder), [[5, 6, 7]], max_new_tokens=24)[0].token_ids)
-    assert answers[0] == answers[1]
+    # The adapter that was trained is what was saved; it goes on a base in its own precision.
+    first = load_file(folder / "adapter_model.safetensors")
+    weights = dict(held[-1].named_parameters())
+    for name, saved in first.items():
+        [own] = [weights[one] for one in weights if one.replace(".default", "") == name]
+        assert own.dtype == torch.float32
+        assert torch.equal(own, saved)
+    for name in ("adapter_model.safetensors", "checkpoint-3"):
+        (shutil.rmtree if name == "checkpoint-3" else Path.unlink)(folder / name)
+    train(monkeypatch, capsys, *where, "--resume")
+    resumed = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
@@ -226,6 +246,7 @@ def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, 
         ("limit: yes\nmodel: m\ndata: d\noutput_dir: o\n", "limit must be int | None, got True"),
         ("chat: 1\nmodel: m\ndata: d\noutput_dir: o\n", "chat must be bool, got 1"),
         ("lora_dropout: low\nmodel: m\ndata: d\noutput_dir: o\n", "lora_dropout must be float"),
+        ("max_steps: 1\nmax-steps: 2\n", "max_steps: given more than once"),
         ("method: half\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "one of full, lora, qlora, ga"),
     ],
 )
@@ -259,7 +280,7 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
     names = ("--prompt-field", "q", "--completion-field", "a")
     own = ("--answers", "model", "--answer-tokens", "40", "--answer-batch-size", "2")
     summary = train(monkeypatch, capsys, *where, *names, *own, "--save-strategy", "no")
-    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     ended = [a for a in answers if a["finish_reason"] == "eos" and a["text"]]
     assert len(answers) == 4
@@ -295,6 +316,16 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
         answers.regenerate(model, rows, file, 41, 2)
     with pytest.raises(ValueError, match="prompt_ids of answer"):
         answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
+    file.write_text('{"foo": 1}')
+    with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):
+        answers.regenerate(model, rows, file, 40, 2)
+
+
+def test_resume_while_answering_says_what_to_do(checkpoint, rows, tmp_path) -> None:
+    (tmp_path / "o" / "_run").mkdir(parents=True)
+    (tmp_path / "o" / "_run" / "answers.jsonl").touch()
+    with pytest.raises(ValueError, match="without --resume the same command goes on"):
+        finetune(Run(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), [])
 
 
 def ending(source: Path, folder: Path) -> Path:
@@ -339,7 +370,7 @@ def test_resume_is_as_if_nothing_had_happened(
     monkeypatch.setattr("setblock.watch.SaveOnSignal.on_step_begin", lambda *a, **k: kill(stop))
     with pytest.raises(SystemExit) as code:
         train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "stopped")
-    assert code.value.code == 130
+    assert code.value.code == 128 + signal.SIGTERM
     err = capsys.readouterr()
     assert "stopped by SIGTERM with a checkpoint" in err.err
     assert json.loads(err.out)["steps"] == 1
@@ -356,6 +387,159 @@ def test_resume_is_as_if_nothing_had_happened(
         for one in (straight, resumed)
     ]
     assert losses[0] == losses[1]
+    # finished: nothing is left to do, and nothing is done
+    done = train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "stopped", "--resume")
+    assert done["steps"] == 3
+    after = load_file(tmp_path / "stopped" / "adapter_model.safetensors")
+    assert all(torch.equal(first[name], after[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", ["full", "gated"])
+def test_resume_in_bfloat16_after_a_crash(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, method
+) -> None:
+    """Killed behind a checkpoint, with lines in the log of steps that come again; packed rows."""
+    folder = tmp_path / "out"
+    words = ("--model", checkpoint("llama-tied"), "--data", rows, "--method", method)
+    words += ("--output-dir", folder, "--save-steps", "2", "--logging-steps", "1")
+    words += ("--packing", "yes", "--max-length", "64")
+    words += tuple(word if word != "no" else "yes" for word in QUICK.split())  # bf16
+    run(monkeypatch, "train", *words)
+    name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    straight = load_file(folder / name)
+    (folder / name).unlink()
+    shutil.rmtree(folder / "checkpoint-3")
+    run(monkeypatch, "train", *words, "--resume")
+    resumed = load_file(folder / name)
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "matp_loss" in line] == [1, 2, 3]
+
+
+def test_resume_keeps_its_settings(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    folder = tmp_path / "out"
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", folder)
+    words += ("--method", "lora", "--lora-rank", "4", "--save-steps", "1")
+    train(monkeypatch, capsys, *words)
+    for change, message in (
+        (("--seed", "7", "--matp-weight", "3"), "matp_weight was 1.0, now 3.0; seed was 42, now 7"),
+        (("--lora-rank", "8"), "lora_rank was 4, now 8"),
+        (("--limit", "2"), "limit was None, now 2"),
+    ):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "train", *words, *change, *QUICK.split(), "--resume")
+        shown = one_line(capsys)
+        for part in message.split("; "):
+            assert part in shown
+    longer = [word if word != "3" else "4" for word in QUICK.split()]
+    run(monkeypatch, "train", *words, *longer, "--resume", "--logging-steps", "1", "--json")
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+    for file in (folder / "checkpoint-4").glob("optimizer*"):
+        file.unlink()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *words, *longer, "--resume")
+    assert "has no optimizer state (save_only_model)" in one_line(capsys)
+    shutil.rmtree(folder / "_run")
+    shutil.rmtree(folder / "checkpoint-4")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *words, *longer, "--resume")
+    assert "settings.json is gone" in one_line(capsys)
+
+
+def test_a_model_that_could_not_be_saved_is_refused_first(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    base = shutil.copytree(checkpoint("llama"), tmp_path / "base")
+    settings = json.loads((base / "generation_config.json").read_text())
+    settings |= {"temperature": 0.6, "do_sample": False}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(SystemExit):
+        train(monkeypatch, capsys, "--model", base, "--data", rows, "--output-dir", tmp_path / "o")
+    assert "can't be saved as it is, because of its generation_config.json" in one_line(capsys)
+    assert not (tmp_path / "o").exists()
+
+
+def test_prompts_too_long_to_answer_are_left_out(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    long = {"prompt": "a" * 230, "completion": "b"}
+    rows = write(tmp_path / "rows.jsonl", [*ROWS, long])
+    base = ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base")
+    words = ("--model", base, "--data", rows, "--decode-data", rows, "--decode-every", "9")
+    words += ("--answers", "model", "--answer-tokens", "40", "--output-dir", tmp_path / "out")
+    run(monkeypatch, "train", *words, *QUICK.split(), "--json")
+    shown = capsys.readouterr()
+    said = " ".join(shown.err.split())
+    assert "1 of 5 prompts are left out of the training data: they have more than 208" in said
+    assert "1 of 5 prompts are left out of the held-out decoding" in said
+    assert json.loads(shown.out)["decode"][0]["decode_n"] == 4
+    only = write(tmp_path / "only.jsonl", [long])
+    words = ("--model", base, "--data", only, "--output-dir", tmp_path / "none")
+    words += ("--answers", "model", "--answer-tokens", "40")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *words, *QUICK.split())
+    assert "no prompt of the training data leaves room" in one_line(capsys)
+
+
+def test_held_out_losses(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    words = ("--model", checkpoint("llama"), "--data", rows, "--eval-data", rows)
+    words += ("--output-dir", tmp_path / "out", "--eval-strategy", "steps", "--eval-steps", "3")
+    train(monkeypatch, capsys, *words)
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    [judged] = [line for line in map(json.loads, lines) if "eval_matp_loss" in line]
+    assert judged["eval_ntp_loss"] > 0
+
+
+@pytest.mark.parametrize("objective", ["sbd", "ntp"])
+def test_the_result_says_what_it_was_trained_for(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, objective
+) -> None:
+    settings = {"trained": True, "mode": "ntp", "acceptance": 0.9, "mask_token_id": 7}
+    words = ("--model", checkpoint("llama", settings=settings), "--data", rows)
+    words += ("--output-dir", tmp_path / "out", "--objective", objective)
+    train(monkeypatch, capsys, *words)
+    model = load(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (model.trained, model.defaults["mode"]) == (objective == "sbd", objective)
+    assert ("next-token prediction alone" in card) == (objective == "ntp")
+    if objective == "sbd":
+        assert model.acceptance == ACCEPTANCE, "measured on other weights"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("x = 10-5", "5"), ("5.0", "5"), ("-5.50", "-5.5"), ("1,234.00 in all", "1234"),
+        ("2024-01-05", "05"), ("none ", "none"), ("it is -3.", "-3"),
+    ],
+)  # fmt: skip
+def test_final_answer(text, number) -> None:
+    assert final_answer(text) == number
+
+
+def test_decoding_takes_no_time_from_the_tokens_per_second(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    """The clock stands still but for an hour in each decoding and a second in each loss."""
+    now = 0.0
+    decode, loss = DecodeProbe._decode, SBDTrainer.compute_loss
+
+    def later(seconds: float, function: Any) -> Any:
+        def slow(*words: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*words, **options)
+
+        return slow
+
+    monkeypatch.setattr(DecodeProbe, "_decode", later(3600, decode))
+    monkeypatch.setattr(SBDTrainer, "compute_loss", later(1, loss))
+    monkeypatch.setattr("setblock.totals.time.perf_counter", lambda: now)
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--decode-data", rows, "--decode-every", "1", "--logging-steps", "1")
+    train(monkeypatch, capsys, *words, "--answer-tokens", "4")
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    rates = [line["tokens_per_second"] for line in map(json.loads, lines) if "matp_loss" in line]
+    assert len(rates) == 3
+    assert min(rates) > 10, "two short rows in a second"
 
 
 def one_line(capsys) -> str:
@@ -410,6 +594,13 @@ def test_estimate_is_printed_and_leaves_no_trace(
         (["--attention", "eager"], "attention must be one of sdpa, flex_attention, got 'eager'"),
         (["--attention", "flex_attention"], "can't train on a CPU"),
         (["--eos-token", "x"], "eos_token: give the model's tokenizer this setting"),
+        (["--lora-alpha", "8"], "lora_alpha is for methods lora, qlora and gated, got 8 with full"),
+        (["--split", "test"], "split is for hub datasets, got 'test' with files alone"),
+        (["--mask_token_id", "7"], "--mask_token_id: write it --mask-token-id, with hyphens"),
+        (["--report-to", "tensorboard"], "TensorBoardCallback requires tensorboard"),
+        (["--activation-offloading", "yes"], "activation_offloading needs a GPU"),
+        (["--dataloader-drop-last", "yes", "--limit", "1"], "leaves no batch"),
+        (["--run-name", "max_length", "--data", "{missing}"], "no file"),
     ],
 )
 def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, words, message):
@@ -444,6 +635,8 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--matp-weight", "nan"], "matp_weight"),
         (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
         (["--end-fill", "-1"], "end_fill must be at least 0"),
+        (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),
+        (["--max-length", "-5"], "max_length must be at least 1, got -5"),
     ],
 )
 def test_bad_options_are_named(tmp_path, words, message) -> None:
@@ -489,7 +682,8 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
         assert load(folder).trained
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
     again = tmp_path / "again"
-    shutil.copytree(tmp_path / "2" / "checkpoint-2", again / "checkpoint-2")
+    for name in ("checkpoint-2", "_run"):
+        shutil.copytree(tmp_path / "2" / name, again / name)
     launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
     whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("2", "again"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -503,8 +697,9 @@ def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
 
     sent = []
 
-    def upload(self, *, folder_path, **kwargs):
-        sent.append(sorted(os.listdir(folder_path)))
+    def upload(self, *, folder_path, ignore_patterns, **kwargs):
+        names = (str(f.relative_to(folder_path)) for f in Path(folder_path).rglob("*"))
+        sent.append([n for n in names if not any(fnmatch(n, one) for one in ignore_patterns)])
 
     address = RepoUrl("https://huggingface.co/me/mine")
     monkeypatch.setattr(HfApi, "create_repo", lambda self, *args, **kwargs: address)
@@ -513,6 +708,8 @@ def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
     hub_words = ("--push-to-hub", "yes", "--hub-model-id", "me/mine", "--save-strategy", "no")
     train(monkeypatch, capsys, *where, "--method", "gated", *hub_words)
     assert {"README.md", "adapter_model.safetensors", "generation_config.json"} <= set(sent[-1])
+    assert (tmp_path / "out" / "_run" / "settings.json").is_file()
+    assert not any(name.startswith("_run") for name in sent[-1])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count("## Set block decoding") == 1
     assert "matp_loss" in card

@@ -400,3 +400,8 @@ def test_teachers_are_the_clean_tokens_before():
     # left: block 1 of the first document (positions 2, 3), block 0 of the second (0, 1)
     assert short.layout.position[0, 7:].tolist() == [2, 3, 0, 1]
     assert short.teachers().tolist() == [[-1] * 7 + [-1, 2, -1, 4]]
+    # 9 ends a text, two more fill its block up: what comes behind an end has no teacher
+    parts = rows([([10, 11, 9, 9, 9], 0)])
+    view = objective.noisy_view(*parts, torch.ones(1, 5, dtype=torch.bool), 2, MASK)
+    assert view.teachers().tolist() == [[-1] * 5 + [-1, 0, 1, 2, 3]]
+    assert view.teachers(9).tolist() == [[-1] * 5 + [-1, 0, 1, -1, -1]]

@@ -245,7 +245,8 @@ def test_next_token_objective_is_the_loss_of_transformers(tmp_path):
     assert logged(run, "loss") == [pytest.approx(theirs, abs=1e-5)]
     assert logged(run, "ntp_loss") == [pytest.approx(theirs, abs=1e-5)]
     assert logged(run, "matp_loss") == logged(run, "block_size") == []
-    assert "setblock" not in run.model.generation_config.to_dict()
+    own = run.model.generation_config.to_dict()["setblock"]
+    assert own == {"trained": False, "mode": "ntp"}
 
 
 def test_bfloat16_stays_close(tmp_path):

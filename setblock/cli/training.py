@@ -1,6 +1,8 @@
 """Commands that make models: train, merge."""
 
 import contextlib
+import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +84,10 @@ def train(
     answer_batch_size: Annotated[
         int | None, typer.Option(help="Prompts answered together. Default: 16.")
     ] = None,
+    eval_data: Annotated[
+        str | None,
+        typer.Option(help="Held-out rows for the losses of --eval-strategy steps or epoch."),
+    ] = None,
     decode_data: Annotated[
         str | None, typer.Option(help="Held-out prompts and completions, decoded now and then.")
     ] = None,
@@ -112,7 +118,7 @@ def train(
         **{"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout},
         **{"split": split, "prompt_field": prompt_field, "completion_field": completion_field},
         **{"chat": chat, "limit": limit, "answers": answers, "answer_tokens": answer_tokens},
-        **{"attention": attention},
+        **{"attention": attention, "eval_data": eval_data},
         **{"answer_batch_size": answer_batch_size, "decode_data": decode_data},
         **{"decode_every": decode_every, "decode_limit": decode_limit},
         **{"decode_solver": decode_solver, "resume": resume, "mask_token_id": mask_token_id},
@@ -136,7 +142,9 @@ def train(
         summary = finetune(run, words, say)
         out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}")
     if summary["stopped_by"]:
-        fail(f"stopped by {summary['stopped_by']} with a checkpoint; go on with --resume", 130)
+        name = summary["stopped_by"]
+        code = 128 + signal.Signals[name] if name in signal.Signals.__members__ else 130
+        fail(f"stopped by {name} with a checkpoint; go on with --resume", code)
 
 
 @app.command()
@@ -175,9 +183,12 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: needs names and values, got {type(content).__name__}")
+    spelled = [str(name).replace("-", "_") for name in content]
+    if twice := {name for name in spelled if spelled.count(name) > 1}:
+        raise ValueError(f"{path}: {', '.join(sorted(twice))}: given more than once")
     content = {
-        str(name).replace("-", "_"): value
-        for name, value in content.items()
+        name: value
+        for name, value in zip(spelled, content.values(), strict=True)
         if value is not None  # null: the default
     }
     settings = {name: value for name, value in content.items() if name in own}
@@ -188,6 +199,9 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
     words = []
     for name, value in content.items():
         if name not in own:
+            if name.endswith("_strategy") and value is False:
+                value = "no"  # which YAML takes for false
             values = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
+            words += [f"--{name}"]
+            words += [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
     return settings, words
