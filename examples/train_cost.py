@@ -3,7 +3,8 @@
     python examples/train_cost.py --model runs/smollm2/base
 
 Each row is a process of its own, so that its peak memory is its own; the rows take turns, so that a
-busy machine slows all of them alike. The ratio is that of the medians.
+busy machine slows all of them alike. Every repeat draws other rows and noise. A step is drawing the
+noise, forward, backward and AdamW. The ratio to trl's own step is that of the medians.
 """
 
 import json
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from datasets import Dataset
+
+# trl fills its namespace lazily, which hides these names from type checkers.
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import adapters
 from setblock.config import SBDConfig
@@ -25,7 +29,9 @@ from setblock.model import load
 from setblock.records import new_record, save_record
 from setblock.train import SBDTrainer
 
-METHODS = {  # name: (objective, method)
+BASELINE = "trl full"
+METHODS = {  # name: (objective, method); the first is SFTTrainer itself
+    BASELINE: ("trl", "full"),
     "ntp full": ("ntp", "full"),
     "sbd full": ("sbd", "full"),
     "sbd lora": ("sbd", "lora"),
@@ -33,11 +39,11 @@ METHODS = {  # name: (objective, method)
 }
 
 
-def measure(model_name: str, row: str, length: int, steps: int) -> dict[str, float]:
-    """Seconds of each step after the first (forward, backward, AdamW), and peak memory."""
+def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> dict[str, float]:
+    """Median seconds of the steps after the first, and peak memory."""
     objective, method = METHODS[row]
     model = load(model_name, dtype="float32", device="cpu")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocab_size, (steps + 1, length), generator=generator)
     ids[ids == model.mask_token_id] = (model.mask_token_id + 1) % model.vocab_size
     rows = [
@@ -47,23 +53,25 @@ def measure(model_name: str, row: str, length: int, steps: int) -> dict[str, flo
     network = model.network
     if method != "full":
         network = adapters.attach(network, model_name, method, model.mask_token_id, 32, 64)
-    trainer = SBDTrainer(
-        network,
-        SBDConfig(
-            output_dir="runs/cost",
-            use_cpu=True,
-            bf16=True,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=1,
-            objective=objective,
-            mask_token_id=model.mask_token_id,
-            max_length=None,
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=model.tokenizer,
+    common: dict[str, Any] = dict(
+        output_dir="runs/cost",
+        use_cpu=True,
+        bf16=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=1,
+        max_length=None,
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
     )
+    data: dict[str, Any] = dict(
+        train_dataset=Dataset.from_list(rows), processing_class=model.tokenizer
+    )
+    if objective == "trl":
+        trainer: Any = SFTTrainer(network, SFTConfig(**common), **data)
+    else:
+        own = dict(objective=objective, mask_token_id=model.mask_token_id)
+        trainer = SBDTrainer(network, SBDConfig(**common, **own), **data)
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
     batches = iter(trainer.get_train_dataloader())
@@ -71,8 +79,8 @@ def measure(model_name: str, row: str, length: int, steps: int) -> dict[str, flo
     network.train()
     for step in range(steps + 1):
         trainer.state.global_step = step
-        [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
         begin = time.perf_counter()
+        [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16):
             loss = trainer.compute_loss(network, batch, num_items_in_batch=count)
         loss.backward()
@@ -91,27 +99,28 @@ def main(
     out: Annotated[Path, typer.Option(help="The record.")] = Path(
         "benchmarks/records/train-cost.json"
     ),
+    seed: Annotated[int, typer.Option(help="Of the first repeat's rows and noise.")] = 0,
     only: Annotated[str, typer.Option(help="One measurement, as the processes call it.")] = "",
 ) -> None:
     """Measure, and write the record."""
     if only:
         row, length = only.split(":")
-        print(json.dumps(measure(model, row, int(length), steps)))
+        print(json.dumps(measure(model, row, int(length), steps, seed)))
         return
     record = new_record()
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for length in map(int, lengths.split(",")):
             for row in METHODS:
                 own = ["--model", model, "--only", f"{row}:{length}", "--steps", str(steps)]
-                command = [sys.executable, __file__, *own]
+                command = [sys.executable, __file__, *own, "--seed", str(seed + repeat)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 result = json.loads(done.stdout.splitlines()[-1])
                 found.setdefault((row, length), []).append(result)
                 print(row, length, result, flush=True)
     for (row, length), results in found.items():
         step_s = [result["step_s"] for result in results]
-        plain = statistics.median(result["step_s"] for result in found["ntp full", length])
+        plain = statistics.median(result["step_s"] for result in found[BASELINE, length])
         record["results"].append(
             {
                 "row": row,
