@@ -140,6 +140,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     can't be read and for an output folder that holds a run already; ModelError for the model. All
     before anything is trained.
     """
+    facts = new_record()  # of the code that is running, whatever happens to the files meanwhile
+    del facts["results"]
     config = parse_config(run, arguments)
     settings = _settings(run, config)
     checkpoint = _last_checkpoint(run)
@@ -233,8 +235,6 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         trainer.create_model_card()
     if config.push_to_hub and not signals.stopped:
         trainer.push_to_hub()
-    facts = new_record()
-    del facts["results"]
     summary = {
         **facts,
         "output_dir": str(run.output_dir),

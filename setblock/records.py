@@ -19,7 +19,7 @@ def new_record() -> dict[str, Any]:
     """A record without results: the command, code, machine and versions that will make them."""
     names = ("setblock", "torch", "transformers")
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -127,6 +127,12 @@ def save_record(record: dict[str, Any], path: Path) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
     part.replace(path)
+
+
+def _program() -> str:
+    """The command's name, also where it was started as `python -m setblock`."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _cpu() -> str:

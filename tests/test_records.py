@@ -14,6 +14,8 @@ def test_a_new_record_says_where_it_comes_from(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/setblock", "evaluate", "my model", "--json"])
     record = records.new_record()
     assert record["command"] == "setblock evaluate 'my model' --json"
+    monkeypatch.setattr("sys.argv", ["/somewhere/setblock/__main__.py", "info"])
+    assert records.new_record()["command"] == "setblock info"
     assert record["results"] == []
     assert set(record["versions"]) == {"setblock", "torch", "transformers", "python"}
     assert all(record["versions"].values())
