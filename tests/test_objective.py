@@ -1,12 +1,13 @@
 """Eq. 14: views, noise and losses, against hand-made and brute-force versions of the same sums."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from setblock import objective
 from setblock.masks import visible
@@ -16,19 +17,30 @@ MASK = 3
 VOCAB = 29
 
 
-@pytest.fixture(scope="module")
-def network():
+# SmolLM2 is a Llama with tied embeddings and three query heads to a key head.
+SHAPES: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    ),
+    "smollm2": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+        | {"tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def network(request):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # sharp outputs, so that a wrong mask shows
-    )
-    return LlamaForCausalLM(config).eval()
+    kind, config, own = SHAPES[request.param]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **own}
+    # sharp outputs, so that a wrong mask shows
+    return kind(config(vocab_size=VOCAB, initializer_range=0.3, **sizes)).eval()
 
 
 def rows(*documents_of_rows):

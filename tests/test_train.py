@@ -1,5 +1,6 @@
 """The trainer: trl's, with eq. 14 of arXiv:2509.04185 for a loss. On the CPU, in float32."""
 
+import copy
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
@@ -52,9 +55,23 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-def network():
+# SmolLM2 is a Llama with tied embeddings and three query heads to a key head.
+SHAPES: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "smollm2": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **{**SIZES, "hidden_size": 24, "num_attention_heads": 3}, tie_word_embeddings=True
+        ),
+    ),
+}
+
+
+def network(shape="llama"):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    kind, config = SHAPES[shape]
+    return kind(copy.deepcopy(config))
 
 
 def samples(num_rows=8, prompt=3):
@@ -114,9 +131,11 @@ def steps(trained, num_batches=1):
     return [batch["view"] for batch in batches], count
 
 
-def test_one_batch_of_eight_is_eight_batches_of_one(tmp_path):
-    whole = trainer(tmp_path, per_device_train_batch_size=8)
-    parts = trainer(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_batch_of_eight_is_eight_batches_of_one(tmp_path, shape):
+    whole = trainer(tmp_path, net=network(shape), per_device_train_batch_size=8)
+    eight = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    parts = trainer(tmp_path, net=network(shape), **eight)
     for run in (whole, parts):
         run.train()
     for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size", "matp_accuracy"):
@@ -124,7 +143,8 @@ def test_one_batch_of_eight_is_eight_batches_of_one(tmp_path):
         assert logged(whole, name) == pytest.approx(logged(parts, name), abs=1e-5)
     assert len(set(logged(whole, "block_size"))) > 1
     assert (weights(whole) - weights(parts)).abs().max() < 1e-5
-    assert (weights(whole) - weights(trainer(tmp_path))).abs().max() > 1e-3
+    untrained = trainer(tmp_path, net=network(shape))
+    assert (weights(whole) - weights(untrained)).abs().max() > 1e-3
 
 
 def test_logged_loss_is_the_mean_over_all_labels(tmp_path):
@@ -142,7 +162,8 @@ def test_logged_loss_is_the_mean_over_all_labels(tmp_path):
     ]
 
 
-def test_resume_changes_nothing(tmp_path):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_resume_changes_nothing(tmp_path, shape):
     # 8 rows in micro-batches of 2, two a step: an epoch is 2 steps, so that 3 is inside the second.
     options = {
         "per_device_train_batch_size": 2,
@@ -152,19 +173,20 @@ def test_resume_changes_nothing(tmp_path):
         "save_strategy": "steps",
         "optim": "adamw_torch",
     }
-    straight = trainer(tmp_path, **options)
+    straight = trainer(tmp_path, net=network(shape), **options)
     straight.train()
-    resumed = trainer(tmp_path, net=network(), **options)
+    resumed = trainer(tmp_path, net=network(shape), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size"):
         assert logged(resumed, name) == logged(straight, name)
     assert torch.equal(weights(resumed), weights(straight))
 
 
-def test_packed_is_unpacked(tmp_path):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_is_unpacked(tmp_path, shape):
     options = {"max_steps": 2, "per_device_train_batch_size": 8}
-    apart = trainer(tmp_path, **options)
-    packed = trainer(tmp_path, packing=True, max_length=24, **options)
+    apart = trainer(tmp_path, net=network(shape), **options)
+    packed = trainer(tmp_path, net=network(shape), packing=True, max_length=24, **options)
     [view], count = steps(packed)
     assert len(view.tokens) < 8
     assert int(view.layout.document.max()) > 0
