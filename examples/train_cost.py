@@ -70,7 +70,7 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
     if objective == "trl":
         trainer: Any = SFTTrainer(network, SFTConfig(**common), **data)
     else:
-        own = dict(objective=objective, mask_token_id=model.mask_token_id)
+        own: dict[str, Any] = dict(objective=objective, mask_token_id=model.mask_token_id)
         trainer = SBDTrainer(network, SBDConfig(**common, **own), **data)
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)

@@ -152,7 +152,7 @@ def compare(
 
     def per_token(runs: list[Run], whole: bool) -> float:
         seconds = sum(run.decode_s + (run.prefill_s if whole else 0.0) for run in runs)
-        return seconds / sum(run.tokens for run in runs)
+        return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
 
     exact = [ids for run in rounds[BASELINE][0] for ids in run.token_ids]
     for name, found in rounds.items():

@@ -8,6 +8,7 @@ then the block; the keys of the former are kept, the block's are not.
 Source: arXiv:2509.04185 algorithms 2 and 3.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -76,9 +77,11 @@ class Settings:
         if self.fallback is not None and (
             isinstance(self.fallback, bool)
             or not isinstance(self.fallback, (int, float))
-            or not self.fallback >= 0
+            or not 0 <= self.fallback < math.inf
         ):
-            raise ValueError(f"fallback must be an entropy of at least 0, got {self.fallback!r}")
+            raise ValueError(
+                f"fallback must be a finite entropy of at least 0, got {self.fallback!r}"
+            )
         for mode, names in OWN_OPTIONS.items():
             for name in names if self.mode != mode else ():
                 got = getattr(self, name)

@@ -95,7 +95,7 @@ class Generation:
     reveal_step: for each token the forward (1 .. nfe) that revealed it.
     entropy: for each token the entropy in nats of the distribution it was taken from.
     prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
-    the batch that the row was part of.
+    the batch that the row was part of, without what a caller of `stream` did in between.
     finish_reason: "eos", "stop" or "length".
     """
 
@@ -194,14 +194,16 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
     """Token ids of each prompt."""
     if isinstance(prompts, str):
         prompts = [prompts]
-    ids = []
+    ids: list[list[int]] = []
     for prompt in prompts:
         if isinstance(prompt, str):
             ids.append(model.encode(prompt, chat=chat))
-        elif chat:
-            raise ValueError("chat=True needs text prompts: token ids are used as they are")
-        else:
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            if chat:
+                raise ValueError("chat=True needs text prompts: token ids are used as they are")
             ids.append(list(prompt))
+        else:
+            raise ValueError(f"prompt {len(ids)} must be a text or a list of token ids")
     return ids
 
 
@@ -233,9 +235,9 @@ def _stream_batch(
     going = list(pieces)
     while going:
         revealed = state.step()
-        now = time.perf_counter()
+        elapsed = time.perf_counter() - begin
         if prefill_s is None:
-            prefill_s = now - begin
+            prefill_s = elapsed
         going = []
         for slot, row in enumerate(state.rows.tolist()):
             answer, ended = state.committed(slot)
@@ -243,7 +245,7 @@ def _stream_batch(
             generation = None
             if ended or stopped:
                 generation = _finish(
-                    state, slot, answer, pieces[row], stopped, prefill_s, now - begin - prefill_s
+                    state, slot, answer, pieces[row], stopped, prefill_s, elapsed - prefill_s
                 )
             else:
                 going.append(slot)
@@ -251,7 +253,9 @@ def _stream_batch(
             drafts = revealed[slot].nonzero()[:, 0].tolist()
             drafts = tuple((place - first, int(state.tokens[slot, place])) for place in drafts)
             if drafts:
+                paused = time.perf_counter()
                 yield Reveal(row, int(state.nfe[slot]), drafts, text, generation)
+                begin += time.perf_counter() - paused  # what the caller did meanwhile
         if 0 < len(going) < len(state.rows):
             state.select(going)
 
@@ -274,6 +278,8 @@ def _finish(
 ) -> Generation:
     first = int(state.prompt_end[slot])
     places = slice(first, first + len(ids))
+    if state.entropy[slot, places].isnan().any():
+        raise ValueError(f"the logits of {state.model.name} are not numbers: look at its weights")
     at_eos = not state.settings.ignore_eos and ids[-1] in state.model.eos_token_ids
     return Generation(
         text=pieces.text,

@@ -444,7 +444,11 @@ def _read_settings(source: str) -> dict[str, Any]:
     """
     name = "generation_config.json"
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(path).read_text()).get("setblock", {}) if path else {}
+    content = json.loads(Path(path).read_text()) if path else {}
+    settings = content.get("setblock") if isinstance(content, dict) else content
+    if settings is not None and not (isinstance(content, dict) and isinstance(settings, dict)):
+        raise ModelError(f"{name} must hold an object, and one by the name setblock if any")
+    return settings or {}
 
 
 def _checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -505,9 +509,15 @@ def _resolve_mask_token(
         num_rows += 1
         _grow_embeddings(network, num_rows)
     if not 0 <= found < num_rows:
-        raise ModelError(f"mask token {found} ({source}) is not among the {num_rows} embeddings")
+        raise ModelError(
+            f"mask token {found} ({source}) is not among the {num_rows} embeddings: give a "
+            "mask_token_id below that, or none"
+        )
     if found in taken:
-        raise ModelError(f"mask token {found} ({source}) is also an EOS, BOS or padding token")
+        raise ModelError(
+            f"mask token {found} ({source}) is also an EOS, BOS or padding token: give another "
+            "mask_token_id"
+        )
     return found, source
 
 

@@ -278,6 +278,58 @@ def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
     assert answer["wall_s"] == answer["prefill_s"] + answer["decode_s"]
 
 
+def test_a_line_break_at_the_end_is_no_part_of_the_prompt(run, trained, tmp_path):
+    wanted = run("generate", trained, "--prompt", "hi\n there", "--json", *SHORT).json["token_ids"]
+    for end in ("", "\n", "\r\n"):
+        file = tmp_path / "prompt.txt"
+        file.write_bytes(f"hi\n there{end}".encode())
+        words = ["--prompt-file", file, "--json", *SHORT]
+        assert run("generate", trained, *words).json["token_ids"] == wanted
+        typed = io.StringIO(f"hi\n there{end}", newline="")
+        assert run("generate", trained, "--json", *SHORT, stdin=typed).json["token_ids"] == wanted
+    file.write_bytes(b"\xff")
+    assert f"--prompt-file {file} is not UTF-8" in run("generate", trained, *words).error
+
+
+def test_closed_streams(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="no prompt: give --prompt"):
+        cli.answering._read_prompt(None, None, None)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(OSError, match="stdout is closed"):
+        common.print_json({})
+
+
+def test_a_warm_up_fits_where_the_answer_fits(run, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 12}))
+    words = ["--prompt-ids", "5,6", "--block-size", "4", "--max-new-tokens", "8"]
+    assert run("generate", folder, *words).code == 0
+
+
+def test_weights_that_are_no_numbers(run, checkpoint, tmp_path):
+    folder = tmp_path / "broken"
+    model = models.load(checkpoint("llama", settings={"trained": True}))
+    model.network.model.norm.weight.data.fill_(float("nan"))
+    model.network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    result = run("generate", folder, "--prompt", "hi", "--json", "--mode", "ntp", *SHORT)
+    assert "are not numbers: look at its weights" in result.error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "must hold an object"), ('{"setblock": "x"}', "must hold an object")],
+)
+def test_a_broken_generation_config(run, trained, tmp_path, content, message):
+    folder = shutil.copytree(trained, tmp_path / "copy")
+    (folder / "generation_config.json").write_text(content)
+    assert message in run("info", folder).error
+    (folder / "generation_config.json").write_text('{"setblock": null}')
+    assert run("info", folder).code == 0
+
+
 def test_the_text_comes_as_it_grows(run, answering):
     answering(TableModel.spelling("many words. and more", start=3))
     result = run("generate", "any", "--prompt", "hi", "--block-size", "4")
@@ -780,6 +832,15 @@ def test_wrong_words_of_benchmark(run, trained, words, message):
         (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
         (["--prompt", "a", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
         (["--promt", "a"], "No such option: --promt"),
+        (
+            ["--prompt", "a", "--mode", "ntp", "--solver", "fixed:2"],
+            "--solver has no say in mode n",
+        ),
+        (
+            ["--prompt", "a", "--mode", "ntp", "--block-size", "4"],
+            "--block-size has no say in mode",
+        ),
+        (["--prompt", "a", "--fallback", "inf"], "fallback must be a finite entropy of at least 0"),
         (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),

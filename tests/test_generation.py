@@ -10,6 +10,7 @@ from fakes import BOS, EOS, LETTERS, MASK, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from setblock import generation
 from setblock.decode import Settings
 from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
 from setblock.model import ModelError, load
@@ -45,6 +46,27 @@ def saying(answer: list[int], start: int = 1, model_class=TableModel) -> TableMo
     targets[start : start + len(answer)] = torch.tensor(answer)
     logits = 20 * torch.nn.functional.one_hot(targets, 3 + len(LETTERS)).float()
     return model_class(logits[1:, None].repeat(1, 3 + len(LETTERS), 1), logits[:-1])
+
+
+def test_seconds_are_not_those_of_the_caller(monkeypatch):
+    """The clock moves by a second in each forward, and by an hour between two events."""
+    now = 0.0
+    step = generation.DecodeState.step
+
+    def timed(self: generation.DecodeState) -> Any:
+        nonlocal now
+        now += 1
+        return step(self)
+
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(generation.DecodeState, "step", timed)
+    ended = []
+    options: Any = {"mode": "ntp", "max_new_tokens": 6, "ignore_eos": True}
+    for reveal in stream(TableModel.random(), [[5, 6], [7]], **options):
+        now += 3600
+        if reveal.generation is not None:
+            ended.append(reveal.generation)
+    assert [(one.prefill_s, one.decode_s) for one in ended] == [(1, 5)] * 2
 
 
 # ------------------------------------------------------------------ options

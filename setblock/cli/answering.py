@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 def generate(
     model_name: ModelName,
     prompt: Annotated[
-        str | None, typer.Option(help="The prompt. Default: read from stdin.")
+        str | None,
+        typer.Option(help="The prompt. Default: read from stdin, less a line break at its end."),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File that holds the prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File that holds the prompt, less a line break at its end.")
+    ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids such as 1,2,3, used as they are.")
     ] = None,
@@ -106,6 +109,11 @@ def generate(
         "seeds": seeds,
     }
     settings = settings_for(model, **options)
+    given = {"solver": solver if not settings.uses_solver else None}
+    given |= {"block-size": block_size if settings.mode == "ntp" else None}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name} has no say in mode {settings.mode}, got {value}")
     ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     warn_untrained(model, settings.mode)
@@ -115,7 +123,7 @@ def generate(
             "drafts all the same)",
             style="yellow",
         )
-    warm_up(model, settings.mode)
+    warm_up(model, options)
     steps, generation = [], None
     for reveal in reveals:
         steps.append(reveal)
@@ -214,7 +222,8 @@ def demo(
     problems = [] if prompt else [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
     prompts = prompt or [problem.prompt for problem in problems]
     for one in modes:
-        warm_up(model, one)
+        own = {"solver": solver} if one == Mode.sbd else {}
+        warm_up(model, {"mode": one.value, "block_size": block_size, **own})
     answers = []
     for number, question in enumerate(prompts):
         if not as_json:
@@ -266,9 +275,15 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "seeds": settings.seeds,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
+        "mask_token_source": model.mask_token_source,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
     }
+
+
+def _without_break(text: str) -> str:
+    """The text without the line break that files and `echo` end in."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
@@ -285,9 +300,12 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
         except ValueError:
             raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
     if file is not None:
-        return file.read_text(encoding="utf-8")
-    if prompt is None and sys.stdin.isatty():
+        try:
+            return _without_break(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file {file} is not UTF-8: {error}") from error
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
-    text = sys.stdin.read() if prompt is None else prompt
+    text = _without_break(sys.stdin.read()) if prompt is None else prompt
     text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
     return text

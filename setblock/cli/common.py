@@ -138,6 +138,8 @@ def load_model(
     from setblock.model import load
 
     transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
+    transformers_logging.set_verbosity_error()  # what is wrong is in our one line
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with err.status(Text(f"loading {name}")):
         return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
 
@@ -155,13 +157,13 @@ def warn_untrained(model: "Model", mode: str) -> None:
         err.print(
             f"warning: {model.name} was never trained for set block decoding; expect "
             + ("poor text" if mode == "sbd" else "no speed-up")
-            + " (mode ntp is unaffected)",
+            + f" (mode ntp is unaffected; mask token: {model.mask_token_source})",
             style="yellow",
         )
 
 
-def warm_up(model: "Model", mode: str) -> None:
-    """First forwards allocate and choose kernels; keep that out of the times."""
+def warm_up(model: "Model", options: dict[str, Any]) -> None:
+    """First forwards allocate and choose kernels; keep that out of the times of these options."""
     from setblock.generation import generate as answer
 
     first = (
@@ -169,19 +171,24 @@ def warm_up(model: "Model", mode: str) -> None:
         if model.bos_token_id is not None
         else min(model.eos_token_ids, default=0)
     )
-    answer(model, [[first]], mode=mode, max_new_tokens=2, ignore_eos=True)
+    few = min(2, options.get("max_new_tokens", 2))
+    own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
+    answer(model, [[first]], **own)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """All that stdout holds with --json."""
-    print(json.dumps(value), flush=True)
+    if sys.stdout is None:
+        raise OSError("can't write the JSON object: stdout is closed")
+    print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def fail(message: str, code: int) -> NoReturn:
     """One line on stderr, and the end."""
     err.print("error:", " ".join(message.split()), style="red")
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:  # a full disk; the interpreter would try again at exit and complain
         sys.stdout = open(os.devnull, "w")
     sys.exit(code)

@@ -206,7 +206,7 @@ def evaluate(
             settings_for(model, **options)  # bad values are refused before the first problem
         for options in settings:
             if any(journal.finished(run + later) is None for later in range(len(problems))):
-                warm_up(model, options["mode"])
+                warm_up(model, options)
             for family, items in problems.items():
                 known = [Sample.from_json(sample) for sample in journal.known(run)]
                 line = journal.finished(run)

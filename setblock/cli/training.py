@@ -4,6 +4,7 @@ import contextlib
 import json
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +112,7 @@ def train(
     from dataclasses import fields as fields_of
 
     quiet_libraries()
+    _check_packages()
     from setblock.finetune import Run, finetune
 
     typed = {
@@ -159,6 +161,7 @@ def merge(
 ) -> None:
     """Write a trained model as one checkpoint, an adapter folded into its base."""
     quiet_libraries()
+    _check_packages()
     from setblock.finetune import merge as fold
 
     if output_dir.exists() and any(output_dir.iterdir()):
@@ -169,6 +172,15 @@ def merge(
         print_json(summary)
         return
     out.print(f"{model_name} is now one checkpoint, {output_dir}")
+
+
+def _check_packages() -> None:
+    """Raises: ValueError that names the extra."""
+    missing = [name for name in ("trl", "peft", "datasets", "accelerate") if not find_spec(name)]
+    if missing:
+        raise ValueError(
+            f"training needs {', '.join(missing)} besides: pip install 'setblock[train]'"
+        )
 
 
 def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list[str]]:
