@@ -1,5 +1,7 @@
 """Every command and every Python snippet that README and docs show runs."""
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -77,3 +79,20 @@ def test_readme_and_card_quote_the_record() -> None:
     summary = (ROOT / "benchmarks" / "records" / "nano-summary.md").read_text().strip()
     assert summary in (ROOT / "README.md").read_text()
     assert summary in (ROOT / "setblock" / "demo" / "CARD.md").read_text()
+
+
+def test_the_summary_follows_from_the_records() -> None:
+    spec = importlib.util.spec_from_file_location("nano_table", ROOT / "examples" / "nano_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = table  # its dataclass looks there
+    spec.loader.exec_module(table)
+    folder = ROOT / "benchmarks" / "records"
+    validation, test, held_out, latency = (
+        json.loads((folder / f"nano-{name}.json").read_text())["results"]
+        for name in ("validation", "test", "held-out", "latency")
+    )
+    picked = table.pick_setting(validation) or table.DEFAULT
+    text = table.summary(test, held_out, latency, picked)
+    assert text == (folder / "nano-summary.md").read_text()

@@ -190,6 +190,22 @@ def test_equals_the_entropy_bound_sampler_of_transformers():
     assert compared >= 10_000
 
 
+def test_entropy_bound_equals_brute_force_on_ten_thousand_rows():
+    compared = 0
+    for seed, gamma in enumerate((0.0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)):
+        logits, masked = random_rows(1010, 16, 9, 100 + seed)
+        # A sum within 1e-4 of gamma may round to either side of it: such rows are left out.
+        nats = entropy(logits).double().masked_fill(~masked, 0).sort(1).values
+        clear = (gamma == 0) | ((nats.cumsum(1) - nats - gamma).abs() > 1e-4).all(1)
+        logits, masked = logits[clear], masked[clear]
+        solver = EntropyBound(gamma)
+        rows = zip(logits.tolist(), masked.tolist(), strict=True)
+        expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
+        assert solver.reveal(logits, masked).tolist() == expected
+        compared += len(logits)
+    assert compared >= 10_000
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_reveals_masked_positions_only_and_at_least_one_of_each_row(text, dtype):
