@@ -50,7 +50,7 @@ def test_ratios_are_paired_and_the_first_round_does_not_count(model):
 
     def contender(name: str):
         left = iter(seconds[name])
-        return lambda model, prompts, tokens: Run(1.0, next(left), 10, 5, ((1,), (2,)))
+        return lambda model, prompts, tokens: Run(1.0, float(next(left)), 10, 5, ((1,), (2,)))
 
     running: Any = {name: contender(name) for name in seconds}
     ntp, fast = compare(model, [[1], [2, 2]], 2, 10, 3, running)
