@@ -241,7 +241,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         "method": run.method,
         "rows": len(rows),
         "steps": result.global_step,
-        "train_loss": result.training_loss,
+        "train_loss": result.training_loss if math.isfinite(result.training_loss) else None,
         "mask_token_id": model.mask_token_id,
         "stopped_by": signals.stopped,
         "estimate": cost,

@@ -352,8 +352,14 @@ def test_an_end_in_the_prompts_own_forward() -> None:
         ({"mode": "ntp", "branches": 2}, "branches is for mode verified, got 2 in mode ntp"),
         ({"mode": "verified", "fallback": 1.0}, "fallback is for mode sbd, got 1.0 in mode ver"),
         ({"mode": "ntp", "next_token_seed": True}, "next_token_seed is for mode sbd, got True"),
-        ({"mode": "sbd", "fallback": -1.0}, "fallback must be an entropy of at least 0, got -1"),
-        ({"mode": "sbd", "fallback": float("nan")}, "fallback must be an entropy of at least 0"),
+        (
+            {"mode": "sbd", "fallback": -1.0},
+            "fallback must be a finite entropy of at least 0, got -1",
+        ),
+        (
+            {"mode": "sbd", "fallback": float("nan")},
+            "fallback must be a finite entropy of at least 0",
+        ),
         (
             {"mode": "verified", "draft": "solver", "branches": 2},
             "branches is for draft 'branches', got 2 with draft 'solver'",

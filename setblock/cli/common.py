@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -177,10 +178,18 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """All that stdout holds with --json."""
+    """All that stdout holds with --json; numbers that JSON has no word for are null."""
     if sys.stdout is None:
         raise OSError("can't write the JSON object: stdout is closed")
-    print(json.dumps(value, allow_nan=False), flush=True)
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fail(message: str, code: int) -> NoReturn:
