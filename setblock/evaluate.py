@@ -17,7 +17,7 @@ from setblock.generation import Generation, Options, encode, settings_for, strea
 from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
-from setblock.scores import Sample, Score, repetition
+from setblock.scores import Z_95, Sample, Score, repetition
 from setblock.tasks import TASKS, Item, Task
 
 PERPLEXITY = "perplexity"
@@ -191,7 +191,7 @@ def judge(model: Model, texts: Sequence[str], window: int | None, data: Path) ->
     interval = None
     if (n := len(found)) > 1:  # of a ratio of sums over the texts
         spread = sum((one.nats - mean * one.tokens) ** 2 for one in found) * n / (n - 1)
-        half = 1.959964 * math.sqrt(spread) / tokens
+        half = Z_95 * math.sqrt(spread) / tokens
         interval = (math.exp(mean - half), math.exp(mean + half))
     return {
         "task": PERPLEXITY,

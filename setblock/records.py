@@ -50,8 +50,10 @@ class Journal:
         self.record |= {"request": request, "results": results}
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if resume:
-            if path is None or not path.is_file():
-                raise ValueError(f"resume: no record to go on with at {path}: it needs --out FILE")
+            if path is None:
+                raise ValueError("resume: no record to go on with: it needs --out FILE")
+            if not path.is_file():
+                raise ValueError(f"resume: no record to go on with at {path}")
             self._read(path)
         elif path is not None and (path.exists() or self.samples_path.exists()):
             raise ValueError(f"{path} is there already: go on with --resume, or name another file")
