@@ -1,6 +1,6 @@
 """Score the bundled models and write the records and the table that README and CARD quote.
 
-    python examples/nano_table.py --out benchmarks/records
+    python examples/nano_table.py --batch-size 16 --workers 2
 
 The setting is picked on the validation split: of those whose mean accuracy is within one point of
 the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split,
@@ -82,8 +82,8 @@ def measure(
     batch_size: int,
     workers: int,
     held_out: bool = False,
-) -> list[dict[str, Any]]:
-    """The record's results: those already in the file, then the missing ones, saved one by one."""
+) -> dict[str, Any]:
+    """The record: the lines already in the file, then the missing ones, saved one by one."""
     record = json.loads(path.read_text()) if path.is_file() else records.new_record()
     record["machine"]["threads"] = 1
     done = {(one["setting"], one["task"]) for one in record["results"]}
@@ -103,7 +103,7 @@ def measure(
                 f"{share(line)}, "
                 f"{line['tokens_per_forward']:.2f} tokens per forward, {line['wall_s']:.0f} s"
             )
-    return record["results"]
+    return record
 
 
 def mean(results: list[dict[str, Any]], setting: str, key: str) -> float:
@@ -132,13 +132,27 @@ def share(line: dict[str, Any]) -> str:
     return f"{line['score']:.1%} ({100 * low:.1f}-{100 * high:.1f})"
 
 
+def origin(record: dict[str, Any]) -> str:
+    """One sentence: the command, code and machine that made a record."""
+    machine, versions = record["machine"], record["versions"]
+    return (
+        f"Made by `python examples/{record['command']}` at commit {record['commit'][:7]} on "
+        f"{machine['cores']} cores of an {machine['cpu']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}."
+    )
+
+
 def summary(
-    test: list[dict[str, Any]],
+    record: dict[str, Any],
     held_out: list[dict[str, Any]],
     latency: list[dict[str, Any]],
     picked: str,
 ) -> str:
-    """Markdown: each family with the picked setting, then all settings."""
+    """Markdown: each family with the picked setting, then all settings.
+
+    record: the test split's.
+    """
+    test = record["results"]
     lines = [
         f"| family | twin, token by token | SBD model, token by token | SBD model, `{picked}` | "
         "tokens per forward | held-out wordings (twin / SBD) | entropy of answers | "
@@ -167,6 +181,7 @@ def summary(
             f"| {mean(test, name, 'tokens_per_forward'):.2f} "
             f"| {slow_s / mean(latency, name, 'wall_s'):.2f}x |"
         )
+    lines += ["", origin(record)]
     return "\n".join(lines) + "\n"
 
 
@@ -183,13 +198,13 @@ def main(
     """Measure the bundled models; about an hour on two CPU cores at the default limits."""
     validation = measure(
         out / "nano-validation.json", SETTINGS, "validation", validation_limit, batch_size, workers
-    )
+    )["results"]
     picked = pick_setting(validation)
     console.print(f"picked on validation: {picked}")
     if picked is None:
         picked = DEFAULT
         console.print(f"no setting keeps within one point of the twin: reporting {picked}")
-    latency = measure(out / "nano-latency.json", SETTINGS, "test", latency_limit, 1, 1)
+    latency = measure(out / "nano-latency.json", SETTINGS, "test", latency_limit, 1, 1)["results"]
     held_out = measure(
         out / "nano-held-out.json",
         [TWIN, NTP, picked],
@@ -198,7 +213,7 @@ def main(
         batch_size,
         workers,
         held_out=True,
-    )
+    )["results"]
     test = measure(out / "nano-test.json", SETTINGS, "test", limit, batch_size, workers)
     (out / "nano-summary.md").write_text(summary(test, held_out, latency, picked))
 

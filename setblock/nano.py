@@ -75,6 +75,8 @@ def problems(
         raise ValueError("held_out wordings are never part of the split 'train'")
     if not 0 <= count <= MAX_PROBLEMS:
         raise ValueError(f"count must lie in 0..{MAX_PROBLEMS}, got {count}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     source = _draw(family, split, random.Random(f"{seed}/{family}/{split}/{held_out}"), held_out)
     found: dict[str, Problem] = {}
     while len(found) < count:

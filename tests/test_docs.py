@@ -89,10 +89,11 @@ def test_the_summary_follows_from_the_records() -> None:
     sys.modules[spec.name] = table  # its dataclass looks there
     spec.loader.exec_module(table)
     folder = ROOT / "benchmarks" / "records"
-    validation, test, held_out, latency = (
-        json.loads((folder / f"nano-{name}.json").read_text())["results"]
+    records = {
+        name: json.loads((folder / f"nano-{name}.json").read_text())
         for name in ("validation", "test", "held-out", "latency")
-    )
-    picked = table.pick_setting(validation) or table.DEFAULT
-    text = table.summary(test, held_out, latency, picked)
+    }
+    picked = table.pick_setting(records["validation"]["results"]) or table.DEFAULT
+    held_out, latency = (records[name]["results"] for name in ("held-out", "latency"))
+    text = table.summary(records["test"], held_out, latency, picked)
     assert text == (folder / "nano-summary.md").read_text()

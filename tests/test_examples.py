@@ -1,5 +1,6 @@
 """The scripts under examples/, on few steps: every option of each is typed here."""
 
+import importlib
 import json
 import os
 import re
@@ -8,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from setblock import nano
 from setblock.cli import main
-from setblock.model import load
+from setblock.loading import load
 from setblock.roofline import ACCEPTANCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TOO_LONG = {EXAMPLES / "nano_table.py"}  # minutes at least: more than two hundred settings
 
 
 def run(name: str, *words: object, code: int = 0) -> str:
@@ -29,7 +32,7 @@ def run(name: str, *words: object, code: int = 0) -> str:
 
 def test_every_option_is_typed_in_this_file():
     typed = Path(__file__).read_text()
-    for script in set(EXAMPLES.glob("*.py")) - TOO_LONG:
+    for script in EXAMPLES.glob("*.py"):
         source = script.read_text()
         assert f'"{script.name}"' in typed, f"no test runs {script.name}"
         main = source[source.index("def main(") :]
@@ -53,6 +56,29 @@ def test_nano_recipe(tmp_path):
     weights = load_file(bundle / "nano" / "model.safetensors")
     assert sum(weight.numel() for weight in weights.values()) < 4_000_000
     assert "must be one of" in run("train_demo.py", *where, "--only", "none", code=2)
+
+
+def test_nano_table(tmp_path, monkeypatch):
+    """Three of its settings, so that it takes seconds; the whole has more than two hundred runs."""
+    monkeypatch.syspath_prepend(EXAMPLES)  # its worker processes import it by name
+    table = importlib.import_module("nano_table")
+    three = {name: table.SETTINGS[name] for name in (table.TWIN, table.NTP, table.DEFAULT)}
+    monkeypatch.setattr(table, "SETTINGS", three)
+    monkeypatch.setattr(table, "BLOCKS", {table.DEFAULT: three[table.DEFAULT]})
+    app = typer.Typer()
+    app.command()(table.main)
+    few = ["--validation-limit", 2, "--limit", 3, "--held-out-limit", 1, "--latency-limit", 1]
+    words = ["--out", tmp_path, *few, "--batch-size", 2, "--workers", 2]
+    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert result.exit_code == 0
+    sizes = {"validation": 2, "test": 3, "held-out": 1, "latency": 1}
+    for name, size in sizes.items():
+        lines = json.loads((tmp_path / f"nano-{name}.json").read_text())["results"]
+        assert [line["n"] for line in lines] == [size] * (3 * len(nano.FAMILIES))
+        assert all(line["held_out"] == (name == "held-out") for line in lines)
+    text = (tmp_path / "nano-summary.md").read_text()
+    assert all(f"| {family} | " in text for family in nano.FAMILIES)
+    assert all(f"| {name} | " in text for name in three)
 
 
 def test_nano_lossless(tmp_path):

@@ -73,6 +73,11 @@ def test_the_same_arguments_give_the_same_problems(family):
         assert keys != {problem.key for problem in other}
 
 
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        nano.problems("json", "test", 1, seed=-1)
+
+
 def test_streams_of_two_seeds_differ():
     first, second = (
         [problem.key for problem in itertools.islice(nano.training_stream(seed), 20)]
