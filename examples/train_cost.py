@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 
 from setblock import adapters
 from setblock.config import SBDConfig
-from setblock.model import load
+from setblock.loading import load
 from setblock.records import new_record, save_record
 from setblock.train import SBDTrainer
 

@@ -24,8 +24,8 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 
 import setblock
 from setblock import evaluate, nano
+from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.model import write_settings
 from setblock.train import SBDTrainer
 
 VOCABULARY_SIZE = 1024

@@ -4,18 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from setblock.checkpoint import ModelError
     from setblock.generation import Generation, Reveal, generate, stream
-    from setblock.model import Model, ModelError, load
+    from setblock.loading import load
+    from setblock.model import Model
 
 __all__ = ["Generation", "Model", "ModelError", "Reveal", "generate", "load", "stream"]
 
 _HOMES = {
     "Generation": "generation",
     "Model": "model",
-    "ModelError": "model",
+    "ModelError": "checkpoint",
     "Reveal": "generation",
     "generate": "generation",
-    "load": "model",
+    "load": "loading",
     "stream": "generation",
 }
 

@@ -11,7 +11,8 @@ from typing import Any
 from datasets import Dataset
 
 from setblock.generation import stream
-from setblock.model import Model, lasting
+from setblock.loading import lasting
+from setblock.model import Model
 from setblock.watch import prompts_of
 
 

@@ -74,6 +74,10 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name in ("ignore_eos", "next_token_seed"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if self.fallback is not None and (
             isinstance(self.fallback, bool)
             or not isinstance(self.fallback, (int, float))

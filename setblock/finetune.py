@@ -17,9 +17,11 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from setblock import adapters
 from setblock.answers import regenerate
+from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.data import SUFFIXES, load_rows, prepare
-from setblock.model import DTYPES, Model, lasting, load, write_settings
+from setblock.loading import DTYPES, lasting, load
+from setblock.model import Model
 from setblock.records import new_record, peak_bytes
 from setblock.solvers import parse
 from setblock.train import SBDTrainer

@@ -177,11 +177,17 @@ def stream(
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
     """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     ids = encode(model, prompts, chat)
     size = max(min(batch_size or len(ids), len(ids)), 1)
     settings = settings_for(model, size, **options)
+    for text in settings.stop:
+        if special := [token for token in model.special_tokens if token in text]:
+            raise ValueError(
+                f"stop text {text!r} holds the special token {special[0]!r}, which is never part "
+                "of the text: the model's EOS ends an answer anyway"
+            )
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings)
     # Rows of like length share a batch, so that the prompts' forward pads little.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CLEAN = -1
 PADDING = -1
+TILE = 128  # queries and keys of a tile of FlexAttention, its default
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,12 @@ def visible(
 
 
 def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) -> "BlockMask":
-    """The same rule as a FlexAttention BlockMask, a small one once it is made.
+    """The same rule as a FlexAttention BlockMask.
 
-    Making it evaluates the rule for every pair of tokens, and holds that for a moment.
+    Made one row of tiles at a time, so that it never holds more than TILE queries' booleans:
+    torch's create_block_mask holds those of every pair of tokens.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     query_tensors, key_tensors = queries.tensors(), keys.tensors()
 
@@ -153,11 +155,33 @@ def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) ->
         query = [tensor[b, i] for tensor in query_tensors]
         return _sees(query, [tensor[b, j] for tensor in key_tensors], window)
 
-    batch, num_queries = queries.position.shape
-    device = queries.position.device
-    return create_block_mask(
-        mask_mod, batch, None, num_queries, keys.position.shape[1], device=str(device)
+    num_queries, num_keys = queries.position.shape[1], keys.position.shape[1]
+    some, every = [], []  # of each row of tiles: whether a tile holds a pair that sees, all such
+    for first in range(0, num_queries, TILE):
+        rows = queries.map(lambda tensor, first=first: tensor[:, first : first + TILE])
+        seen = visible(rows, keys, window)
+        rest = (0, -num_keys % TILE, 0, TILE - seen.shape[2])
+        tiles = torch.nn.functional.pad(seen, rest).unflatten(3, (-1, TILE))
+        some.append(tiles.any(4).any(2))
+        every.append(tiles.all(4).all(2))
+    full = torch.stack(every, dim=2)
+    partial = torch.stack(some, dim=2) & ~full
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
     )
+
+
+def _ordered(
+    tiles: Bool[Tensor, "batch 1 rows columns"],
+) -> tuple[Int[Tensor, "batch 1 rows"], Int[Tensor, "batch 1 rows columns"]]:
+    """How many tiles of each row are set, and their columns, followed by all others."""
+    tiles = tiles.int()
+    columns = torch.argsort(tiles, dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), columns.int()
 
 
 # FlexAttention compiles the rule and counts the parameters of mask_mod: plain functions of tensors,

@@ -39,10 +39,11 @@ from setblock.batches import (
     sliced,
     with_sample_ids,
 )
+from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.head import Scores, Targets, check_head, scoring
 from setblock.masks import CLEAN
-from setblock.model import Model, attention_mask, write_settings
+from setblock.model import Model, attention_mask
 from setblock.totals import Totals
 
 # Fields for the model card: ours, and those of the optimizer and the data.

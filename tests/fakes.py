@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, PADDING, Layout
-from setblock.model import DEFAULTS, Model, ModelError
+from setblock.model import DEFAULTS, Model
 from setblock.roofline import ACCEPTANCE, Spending
 
 MASK, EOS, BOS = 0, 1, 2
@@ -75,6 +76,7 @@ class TableModel(Model):
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.adapted = False
+        self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.acceptance = ACCEPTANCE
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []

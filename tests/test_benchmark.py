@@ -8,7 +8,8 @@ import torch
 from setblock import benchmark
 from setblock.benchmark import Run, compare, forward_costs, stretched, transformers_generate
 from setblock.generation import generate
-from setblock.model import Model, load
+from setblock.loading import load
+from setblock.model import Model
 
 PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8], [21]]
 

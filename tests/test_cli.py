@@ -17,9 +17,9 @@ import typer
 from fakes import TableModel
 
 import setblock
-from setblock import cli, evaluate, generation, nano, records, roofline
-from setblock import model as models
+from setblock import cli, evaluate, generation, loading, nano, records, roofline
 from setblock.cli import common
+from setblock.model import Model
 
 SHORT = ["--max-new-tokens", "8"]
 KEYS = [
@@ -94,7 +94,7 @@ def answering(monkeypatch) -> Callable[[TableModel], TableModel]:
 
     def use(model: TableModel) -> TableModel:
         model.context_length = 1024
-        monkeypatch.setattr(models, "load", lambda name, **options: model)
+        monkeypatch.setattr(loading, "load", lambda name, **options: model)
         return model
 
     return use
@@ -248,7 +248,7 @@ def test_json_of_verified(run, trained):
 
 def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
     never = roofline.Spending(1, 1, 0, 1.0, 1.0)
-    monkeypatch.setattr(models.Model, "best_spending", lambda *words, **fixed: never)
+    monkeypatch.setattr(Model, "best_spending", lambda *words, **fixed: never)
     words = ["--prompt", "hi", "--mode", "verified", *SHORT]
     assert "drafting does not pay here" in run("generate", trained, *words).err
     assert "pay" not in run("generate", trained, *words, "--block-size", "4").err
@@ -257,7 +257,7 @@ def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
     """The clock stands still but for one second in each of these three."""
     now = 0.0
-    load, start, step = models.load, common.warm_up, generation.DecodeState.step
+    load, start, step = loading.load, common.warm_up, generation.DecodeState.step
 
     def second(function: Callable) -> Callable:
         def timed(*words: Any, **options: Any) -> Any:
@@ -268,7 +268,7 @@ def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
         return timed
 
     monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(models, "load", second(load))
+    monkeypatch.setattr(loading, "load", second(load))
     monkeypatch.setattr(cli.answering, "warm_up", second(start))
     monkeypatch.setattr(generation.DecodeState, "step", second(step))
     words = ["--prompt", "hi", "--solver", "fixed:2", "--json", *SHORT]
@@ -310,7 +310,7 @@ def test_a_warm_up_fits_where_the_answer_fits(run, checkpoint, tmp_path):
 
 def test_weights_that_are_no_numbers(run, checkpoint, tmp_path):
     folder = tmp_path / "broken"
-    model = models.load(checkpoint("llama", settings={"trained": True}))
+    model = loading.load(checkpoint("llama", settings={"trained": True}))
     model.network.model.norm.weight.data.fill_(float("nan"))
     model.network.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from setblock import evaluate, likelihood, nano
 from setblock.generation import generate, settings_for
-from setblock.model import Model, load
+from setblock.loading import load
+from setblock.model import Model
 from setblock.scores import Score, repetition, wilson_interval
 from setblock.tasks import TASKS, Item, Task, load_items
 

@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from setblock import adapters, cli
 from setblock.finetune import Run, finetune, parse_config
 from setblock.generation import generate
+from setblock.loading import load
 from setblock.masks import causal_layout
-from setblock.model import Model, load
+from setblock.model import Model
 from setblock.roofline import ACCEPTANCE
 from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, final_answer

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from setblock import generation
+from setblock.checkpoint import ModelError
 from setblock.decode import Settings
 from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
-from setblock.model import ModelError, load
+from setblock.loading import load
 from setblock.sampling import Sampler
 from setblock.solvers import EntropyBound, FixedCount, entropy
 
@@ -113,6 +114,7 @@ def test_every_option_arrives():
         ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*63\), got -1"),
         ({"stop": ""}, r"stop must be texts, none of them empty, got \('',\)"),
         ({"stop": ["a", ""]}, r"stop must be texts, none of them empty, got \('a', ''\)"),
+        ({"stop": ["a", "b<eos>"]}, r"stop text 'b<eos>' holds the special token '<eos>', which "),
     ],
 )
 def test_options_out_of_range(options, message):
@@ -132,6 +134,8 @@ def test_options_out_of_range(options, message):
         ({"block_size": 2.0}, "block_size must be an integer of at least 1, got 2.0"),
         ({"max_new_tokens": "9"}, "max_new_tokens must be an integer of at least 1, got '9'"),
         ({"stop": (1,)}, r"stop must be texts, none of them empty, got \(1,\)"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"next_token_seed": 1}, "next_token_seed must be True or False, got 1"),
     ],
 )
 def test_settings_of_a_wrong_type(fields, message):
@@ -149,9 +153,9 @@ def test_unknown_options():
         generate(TableModel.random(), "a", **options)
 
 
-@pytest.mark.parametrize("batch_size", [0, -3])
+@pytest.mark.parametrize("batch_size", [0, -3, True])
 def test_batch_size_out_of_range(batch_size):
-    message = f"^batch_size must be at least 1, got {batch_size}"
+    message = f"^batch_size must be an integer of at least 1, got {batch_size}"
     with pytest.raises(ValueError, match=message):
         generate(TableModel.random(), [[3]], batch_size=batch_size, max_new_tokens=3)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from setblock import likelihood
-from setblock.model import Model, load
+from setblock.loading import load
+from setblock.model import Model
 
 IDS = [5, 9, 30, 7, 7, 12, 40, 3 + 50, 8, 21, 33]
 

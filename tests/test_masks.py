@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from setblock import masks
@@ -316,6 +316,27 @@ def test_block_mask_is_the_dense_mask(example, window):
     assert block_mask.shape == (batch, 1, num_queries, num_keys)
     dense = create_mask(block_mask.mask_mod, batch, 1, num_queries, num_keys, device="cpu")
     assert dense.equal(visible(queries, keys, window))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    padding=st.integers(0, 150),
+    block_size=st.integers(1, 40),
+    window=st.none() | st.integers(1, 150),
+)
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_block_mask_is_the_one_that_torch_makes(lengths, padding, block_size, window):
+    """Tile for tile, partial and full ones, against the form that holds all pairs of tokens."""
+    position, document = pack(tuple(lengths), padding)
+    layout = training_layout(row(*position), row(*document), block_size)
+    found = flex_block_mask(layout, layout, window)
+    size = layout.position.shape[1]
+    expected = create_block_mask(found.mask_mod, 1, None, size, size, device="cpu")
+    assert found.shape == expected.shape
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, columns = getattr(found, f"{name}_num_blocks"), getattr(found, f"{name}_indices")
+        assert counts.equal(getattr(expected, f"{name}_num_blocks"))
+        assert columns.equal(getattr(expected, f"{name}_indices"))
 
 
 def test_block_mask_skips_blocks_that_nobody_sees():

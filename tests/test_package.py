@@ -24,10 +24,12 @@ LEVELS = (
         "roofline",
         "records",
         "scores",
+        "checkpoint",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks"),
-    ("model", "batches", "totals"),
-    ("decode", "train"),
+    ("mask_token", "batches", "totals"),
+    ("model",),
+    ("loading", "decode", "train"),
     ("verified", "likelihood"),
     ("generation",),
     ("evaluate", "live", "watch", "benchmark"),
@@ -61,7 +63,7 @@ def imported(source: str) -> set[str]:
 
 def test_every_import_is_seen():
     source = (
-        "import setblock.masks, torch\nfrom setblock.model import load\n"
+        "import setblock.masks, torch\nfrom setblock.model import Model\n"
         "def later():\n    from setblock import solvers\n"
     )
     assert imported(source) == {"masks", "model", "solvers"}

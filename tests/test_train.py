@@ -28,8 +28,9 @@ from transformers import (
 )
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import model, objective
+from setblock import loading, objective
 from setblock.batches import Collator
+from setblock.checkpoint import ModelError
 from setblock.config import SBDConfig
 from setblock.masks import CLEAN, PADDING, visible
 from setblock.train import SBDTrainer, refuse_split_rows
@@ -346,7 +347,7 @@ def test_checkpoints_know_their_mask_token(tmp_path):
     )
     run.train()
     run.save_model(str(tmp_path / "saved"))
-    loaded = model.load(tmp_path / "saved")
+    loaded = loading.load(tmp_path / "saved")
     assert loaded.trained
     assert loaded.mask_token_id == 39
     assert loaded.defaults["block_size"] == 8
@@ -402,7 +403,7 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path, monkeypatch):
     dataset = Dataset.from_list(samples())
     with pytest.raises(TypeError, match="args must be an SBDConfig, got SFTConfig"):
         SBDTrainer(network(), config(tmp_path, SFTConfig), train_dataset=dataset)
-    with pytest.raises(model.ModelError, match=r"mask token 2 .* is also an EOS, BOS or padding"):
+    with pytest.raises(ModelError, match=r"mask token 2 .* is also an EOS, BOS or padding"):
         trainer(tmp_path, mask_token_id=2)
     with pytest.raises(ValueError, match="max_length must be a number of tokens when packing"):
         trainer(tmp_path, packing=True, max_length=None)

@@ -14,8 +14,9 @@ from torch.nn.functional import one_hot
 from setblock import adapters
 from setblock.decode import DecodeState
 from setblock.generation import Generation, generate, settings_for
+from setblock.loading import load
 from setblock.masks import CLEAN, PADDING, Layout, branches_layout, causal_layout, visible
-from setblock.model import Model, load
+from setblock.model import Model
 from setblock.verified import BranchDrafts
 
 __all__ = ["networks"]  # a fixture

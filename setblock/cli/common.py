@@ -136,7 +136,7 @@ def load_model(
     """The model of a command; a spinner on a terminal meanwhile."""
     from transformers.utils import logging as transformers_logging
 
-    from setblock.model import load
+    from setblock.loading import load
 
     transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line

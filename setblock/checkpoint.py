@@ -1,0 +1,69 @@
+"""What a checkpoint says of itself to us: the "setblock" entry of its generation_config.json."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+SETTINGS = {
+    "mask_token_id": int,
+    "block_size": int,
+    "solver": str,
+    "mode": str,
+    "trained": bool,
+    "dtype": str,
+    "device": str,
+    "acceptance": float,  # of drafted tokens, see roofline.best_spending
+}
+
+
+class ModelError(ValueError):
+    """What was asked for can't be loaded or run; one line that names it and what is allowed."""
+
+
+def read_settings(source: str) -> dict[str, Any]:
+    """The "setblock" entry of the checkpoint's generation_config.json, {} without one.
+
+    Read from the file: transformers drops every key it does not know, without a word, where the
+    file says "_from_model_config": true.
+    """
+    name = "generation_config.json"
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    content = json.loads(Path(path).read_text()) if path else {}
+    settings = content.get("setblock") if isinstance(content, dict) else content
+    if settings is not None and not (isinstance(content, dict) and isinstance(settings, dict)):
+        raise ModelError(f"{name} must hold an object, and one by the name setblock if any")
+    return settings or {}
+
+
+def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    for key, value in settings.items():
+        if key not in SETTINGS:
+            raise ModelError(f"setblock setting {key!r} is not one of {any_of(SETTINGS)}")
+        in_range, limits = {
+            "block_size": (lambda value: value >= 1, " of at least 1"),
+            "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
+        }.get(key, (lambda value: True, ""))
+        if type(value) is not SETTINGS[key] or not in_range(value):
+            raise ModelError(
+                f"setblock setting {key} must be a {SETTINGS[key].__name__}{limits}, got {value!r}"
+            )
+    return settings
+
+
+def write_settings(folder: str | Path, **settings: Any) -> None:
+    """Put these settings into a checkpoint's generation_config.json, where `load` finds them.
+
+    Effects: replaces the file; other keys stay.
+    Raises: ModelError for a setting that `load` would refuse.
+    """
+    path = Path(folder) / "generation_config.json"
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    content["setblock"] = checked_settings(content.get("setblock", {}) | settings)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def any_of(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

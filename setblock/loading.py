@@ -1,0 +1,206 @@
+"""From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils.hub import cached_file
+
+from setblock import adapters
+from setblock.checkpoint import ModelError, any_of, checked_settings, read_settings
+from setblock.mask_token import rows_of
+from setblock.model import Model, check_architecture
+
+BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+# Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights.
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError)
+
+
+def load(
+    name_or_path: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    mask_token_id: int | None = None,
+    four_bit: bool = False,
+) -> Model:
+    """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
+
+    A folder or hub repository that holds an adapter loads the base that it names and puts it on.
+
+    dtype: None for the checkpoint's setting, else float32 on a CPU and bfloat16 elsewhere; "auto"
+    for the type that the weights are stored in.
+    device: None for the checkpoint's setting, else cuda where there is one, else cpu.
+    mask_token_id: instead of the one that would be found, see Model.mask_token_source.
+    four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
+    Raises: ModelError.
+    """
+    name = str(name_or_path)
+    source, origin = _locate(name)
+    if "gguf_file" in origin:
+        return _load_whole(name, source, origin, {}, dtype, device, mask_token_id, four_bit)
+    try:
+        settings = checked_settings(read_settings(source))
+        base_name = _base_of(source)
+    except LOAD_ERRORS as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+    if base_name is None:
+        return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
+    try:
+        base_source, origin = _locate(base_name)
+        base = _load_whole(
+            base_name, base_source, origin, settings, dtype, device, mask_token_id, four_bit
+        )
+    except ModelError as error:
+        raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
+    try:
+        network = adapters.put_on(base.network, source, base.mask_token_id)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+    settings["mask_token_id"] = base.mask_token_id
+    model = Model(network, base.tokenizer, name, settings=settings)
+    model.adapted = True
+    return model
+
+
+def _load_whole(
+    name: str,
+    source: str,
+    origin: dict[str, Any],
+    settings: dict[str, Any],
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    mask_token_id: int | None,
+    four_bit: bool,
+) -> Model:
+    """A checkpoint that is no adapter; settings: its own, or those of the adapter to come on it."""
+    origin["trust_remote_code"] = False
+    try:
+        device = _device(device or settings.get("device"))
+        dtype = _dtype(dtype or settings.get("dtype"), device)
+        config = AutoConfig.from_pretrained(source, **origin)
+        check_architecture(config)
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin)
+        network, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            **(_four_bit(dtype, device) if four_bit else {}),
+            **origin,
+        )  # type: ignore[misc]
+    except ModelError:
+        raise
+    except Exception as error:
+        # The tokenizers library raises the bare class for broken contents.
+        if not isinstance(error, LOAD_ERRORS) and type(error) is not Exception:
+            raise
+        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")
+    if "gguf_file" in origin:
+        network = _without_gguf(network, config)
+    if not four_bit:
+        network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
+    return Model(network, tokenizer, name, mask_token_id, settings)
+
+
+def _base_of(source: str) -> str | None:
+    """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
+    path = cached_file(source, adapters.CONFIG, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(path).read_text())["base_model_name_or_path"] if path else None
+
+
+def lasting(name: str) -> str:
+    """A MODEL name that holds from any working folder."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name not in BUNDLED and path.exists() else name
+
+
+def _four_bit(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if torch.device(device).type == "meta":
+            raise ModelError("device 'meta' holds no values; use cpu or cuda")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
+        raise ModelError(f"device {str(device)!r} can't be used: {_one_line(error)}") from error
+    return torch.device(device)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of {any_of([*DTYPES, 'auto'])}")
+    return DTYPES[dtype]
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """The folder or hub name to read, and the GGUF file in it, if it is one, as an argument."""
+    path = BUNDLED.get(name, Path(name).expanduser())
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    if name and path.is_dir():
+        is_adapter = (path / adapters.CONFIG).is_file()
+        for files in () if is_adapter else (("config.json",), TOKENIZER_FILES):
+            if not any((path / file).is_file() for file in files):
+                raise ModelError(f"folder {name!r} has no {' or '.join(files)}: not a checkpoint")
+        return str(path), {}
+    if name in BUNDLED:
+        raise ModelError(f"the bundled model {name!r} is not part of this installation")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
+        raise ModelError(
+            f"no model {name!r}: it is not a checkpoint folder, a GGUF file (.gguf), a bundled "
+            f"model ({any_of(BUNDLED)}), or of the form owner/name (on the hub)"
+        )
+    return name, {}
+
+
+def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """The same weights in a network that is not flagged as quantized (no save, no cast)."""
+    if torch.equal(rows_of(loaded.get_input_embeddings()), rows_of(loaded.get_output_embeddings())):
+        config.tie_word_embeddings = True
+    with no_init_weights():
+        network = AutoModelForCausalLM.from_config(
+            config, dtype=loaded.dtype, attn_implementation="sdpa"
+        )
+    network.load_state_dict(loaded.state_dict(), assign=True)
+    network.tie_weights()
+    return network
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split())[:300]
