@@ -162,16 +162,17 @@ def best_spending(
     branches: int | None = None,
     seeds: int | None = None,
     fixed_size: bool = False,
+    dispatch_s: float = DISPATCH_S,
 ) -> Spending:
     """The block length, up to `block_size`, branches and seeds with the least seconds per token.
 
-    A forward costs what `forward_s` says and DISPATCH_S a layer, and yields `expected_tokens`.
+    A forward costs what `forward_s` says and dispatch_s a layer, and yields `expected_tokens`.
     branches, seeds and fixed_size hold what is not to be chosen. A block of 1 says that drafting
     does not pay; that is no answer to somebody who asked for some of these.
     """
 
     def seconds(queries: int) -> float:
-        fixed = DISPATCH_S * dimensions.layers
+        fixed = dispatch_s * dimensions.layers
         return fixed + forward_s(dimensions, device, queries, batch, cached)
 
     asked = fixed_size or branches is not None or seeds is not None

@@ -1,8 +1,13 @@
 """Tiny random checkpoints on disk, made once per test run."""
 
+import io
 import json
 import os
+import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Read at import: no test may wait for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -122,3 +127,103 @@ def checkpoint(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@dataclass
+class Result:
+    """What one call of the command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The object on stdout, which must hold nothing else."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        assert self.out.endswith("}\n")
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> str:
+        """The message of a call that failed in one line and printed no result."""
+        assert self.code != 0
+        assert self.out == ""
+        assert self.err.startswith("error: ")
+        assert self.err.count("\n") == 1
+        return self.err.removeprefix("error: ").strip()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run("generate", folder, ...): the command's main() with these words, in this process."""
+
+    from setblock import cli
+
+    def call(*words: object, stdin: io.StringIO | None = None) -> Result:
+        monkeypatch.setattr(sys, "argv", ["setblock", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", stdin or io.StringIO())
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = error.code
+        assert isinstance(code, int)
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def untrained(checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def trained(checkpoint) -> Path:
+    """A checkpoint that says it was trained, so that stderr stays empty of warnings."""
+    return checkpoint("llama", settings={"trained": True})
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """answering(model): every name loads this model, which has room for an answer."""
+
+    from setblock import loading
+
+    def use(model):
+        model.context_length = 1024
+        monkeypatch.setattr(loading, "load", lambda name, **options: model)
+        return model
+
+    return use
+
+
+@pytest.fixture
+def short_demo(monkeypatch) -> None:
+    """`demo` has no option for it: four tokens are enough of a random model's answers."""
+    import setblock
+
+    original = setblock.stream
+
+    def short(*words: Any, **options: Any) -> Any:
+        return original(*words, **options | {"max_new_tokens": 4})
+
+    monkeypatch.setattr("setblock.live.stream", short)
+
+
+def copied(checkpoint: Path, folder: Path, file: str, **changes: Any) -> Path:
+    """A copy of a checkpoint with changes in one of its JSON files."""
+    shutil.copytree(checkpoint, folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | changes))
+    return folder
+
+
+def api(folder: Path, prompt: Any, chat: bool = False, **options: Any) -> Any:
+    """What the Python interface answers."""
+    import setblock
+
+    return setblock.generate(setblock.load(folder), [prompt], chat=chat, **options)[0]

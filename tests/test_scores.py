@@ -1,12 +1,22 @@
 """Intervals, repetition and paired tests, against numbers from elsewhere."""
 
 import json
+import math
 from dataclasses import asdict
 from itertools import product
+from statistics import NormalDist
 
 import pytest
 
-from setblock.scores import Sample, Score, compare, mcnemar, repetition, wilson_interval
+from setblock.scores import (
+    Sample,
+    Score,
+    compare,
+    drop_bounds,
+    mcnemar,
+    repetition,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +111,38 @@ def test_comparison_without_right_answers():
 def test_a_sample_comes_back_from_a_file():
     one = sample(3, None)
     assert Sample.from_json(json.loads(json.dumps(asdict(one)))) == one
+
+
+@pytest.mark.parametrize(("lost", "won", "n"), [(0, 0, 50), (5, 3, 100), (7, 0, 20), (2, 9, 30)])
+@pytest.mark.parametrize("confidence", [0.8, 0.975])
+def test_drop_bounds_are_where_the_score_test_turns(lost, won, n, confidence):
+    """At a bound the likeliest model with that drop, found by trying many, is z errors away."""
+    z = NormalDist().inv_cdf(confidence)
+    for drop, sign in zip(drop_bounds(lost, won, n, confidence), (1, -1), strict=True):
+
+        def likelihood(second: float, drop: float = drop) -> float:
+            """Of so many items that only the second gets right."""
+            shares = (second + drop, second, 1 - 2 * second - drop)
+            counts = (lost, won, n - lost - won)
+            if min(shares) < 0:
+                return -math.inf
+            return sum(
+                c * math.log(max(s, 1e-300)) for c, s in zip(counts, shares, strict=True) if c
+            )
+
+        steps = 20_000
+        tried = [max(0.0, -drop) + i / steps * (1 - abs(drop)) / 2 for i in range(steps + 1)]
+        best = max(tried, key=likelihood)
+        deviation = math.sqrt((2 * best + drop - drop**2) / n)
+        assert ((lost - won) / n - drop) / deviation == pytest.approx(sign * z, abs=0.02)
+
+
+def test_drop_bounds_mirror_and_shrink():
+    low, high = drop_bounds(4, 9, 60, 0.95)
+    assert drop_bounds(9, 4, 60, 0.95) == pytest.approx((-high, -low))
+    assert low < (4 - 9) / 60 < high
+    wider, narrower = drop_bounds(4, 9, 60, 0.99), drop_bounds(40, 90, 600, 0.95)
+    assert wider[0] < low
+    assert high < wider[1]
+    assert low < narrower[0] < narrower[1] < high
+    assert drop_bounds(0, 0, 100, 0.95)[1] == pytest.approx(1.6449**2 / (100 + 1.6449**2), abs=1e-4)

@@ -2,10 +2,19 @@
 
 import typer
 
-from setblock.cli import answering, benchmarking, measuring, training
+from setblock.cli import answering, benchmarking, measuring, planning, training, tuning
 from setblock.cli.common import app, fail
 
-__all__ = ["answering", "app", "benchmarking", "main", "measuring", "training"]
+__all__ = [
+    "answering",
+    "app",
+    "benchmarking",
+    "main",
+    "measuring",
+    "planning",
+    "training",
+    "tuning",
+]
 
 
 def main() -> None:

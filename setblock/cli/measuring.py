@@ -1,11 +1,10 @@
-"""Commands that measure and predict: evaluate, roofline."""
+"""The command that scores: evaluate."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
@@ -228,92 +227,6 @@ def evaluate(
                 firsts.setdefault(family, (line, known))
                 run += 1
     _show(journal.record, as_json)
-
-
-@app.command()
-def roofline(
-    model_name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, or the "
-            "folder or hub name of a configuration. Default: llama-3.1-8b.",
-        ),
-    ] = None,
-    paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Tables 3 and 4 as printed: paper's model, h100-paper, fp8."),
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="h100-paper, h100, h200, a100, l4, rtx-4090, mi300x, b200, or cpu: this one, "
-            "measured. Default: h100."
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16.")
-    ] = None,
-    cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows; may be given again. Default: 1, 4, 8, 16.")
-    ] = None,
-    kv: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens in the cache; may be given again. Default: 16, 256 ... 4194304."),
-    ] = None,
-    block_size: Annotated[
-        list[int] | None, typer.Option(help="May be given again. Default: 2, 4 ... 64.")
-    ] = None,
-    nfe_speedup: Annotated[
-        list[int] | None, typer.Option(help="Tokens per forward; again. Default: 2, 4, 8.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Predict by arithmetic what a forward of a block costs, and what fewer forwards gain."""
-    from setblock import machines
-    from setblock import roofline as arithmetic
-
-    given = {"MODEL": model_name, "--device": device, "--weights": weights, "--cache": cache}
-    if paper and (ignored := [name for name, value in given.items() if value is not None]):
-        raise ValueError(
-            f"--paper has its own model and machine; leave out {' and '.join(ignored)}"
-        )
-    model_name = model_name or ("paper" if paper else "llama-3.1-8b")
-    device = device or ("h100-paper" if paper else "h100")
-    for name, values in (
-        ("batch", batch), ("kv", kv), ("block-size", block_size), ("nfe-speedup", nfe_speedup)
-    ):  # fmt: skip
-        if any(value < 1 for value in values or []):
-            raise ValueError(f"--{name} must be at least 1, got {values}")
-    machine = machines.device(device, weights, cache)
-    cells = arithmetic.tables(
-        machines.find_model(model_name),
-        machine,
-        batch or [1, 4, 8, 16],
-        kv or [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))],
-        block_size or [2, 4, 8, 16, 32, 64],
-        nfe_speedup or [2, 4, 8],
-    )
-    if as_json:
-        print_json({"model": model_name, "device": asdict(machine), **cells})
-        return
-    for key, title in (
-        ("table3", "Time of a forward of a block against one of one token"),
-        ("table4", "Wall-clock speed-up"),
-    ):
-        places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
-        sizes = sorted({cell["block_size"] for cell in cells[key]})
-        shown = Table(title=f"{title}: {model_name} on {machine.name}")
-        for name in [*(place.replace("_", " ") for place in places), *map(str, sizes)]:
-            shown.add_column(name, justify="right")
-        lines: dict[tuple, list[str]] = {}
-        for cell in cells[key]:
-            line = lines.setdefault(tuple(cell[place] for place in places), [])
-            line.append(f"{cell['value']:.3f}")
-        for where, values in lines.items():
-            shown.add_row(*map(str, where), *values)
-        out.print(shown)
 
 
 def _judge_texts(

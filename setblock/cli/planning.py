@@ -1,0 +1,232 @@
+"""Commands that predict by arithmetic: roofline, plan."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from setblock.cli.common import JsonOption, app, out, print_json
+
+
+@app.command()
+def roofline(
+    model_name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, or the "
+            "folder or hub name of a configuration. Default: llama-3.1-8b.",
+        ),
+    ] = None,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Tables 3 and 4 as printed: paper's model, h100-paper, fp8."),
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="h100-paper, h100, h200, a100, l4, rtx-4090, mi300x, b200, or cpu: this one, "
+            "measured. Default: h100."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16.")
+    ] = None,
+    cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows; may be given again. Default: 1, 4, 8, 16.")
+    ] = None,
+    kv: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in the cache; may be given again. Default: 16, 256 ... 4194304."),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="May be given again. Default: 2, 4 ... 64.")
+    ] = None,
+    nfe_speedup: Annotated[
+        list[int] | None, typer.Option(help="Tokens per forward; again. Default: 2, 4, 8.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict by arithmetic what a forward of a block costs, and what fewer forwards gain."""
+    from setblock import machines
+    from setblock import roofline as arithmetic
+
+    given = {"MODEL": model_name, "--device": device, "--weights": weights, "--cache": cache}
+    if paper and (ignored := [name for name, value in given.items() if value is not None]):
+        raise ValueError(
+            f"--paper has its own model and machine; leave out {' and '.join(ignored)}"
+        )
+    model_name = model_name or ("paper" if paper else "llama-3.1-8b")
+    device = device or ("h100-paper" if paper else "h100")
+    for name, values in (
+        ("batch", batch), ("kv", kv), ("block-size", block_size), ("nfe-speedup", nfe_speedup)
+    ):  # fmt: skip
+        if any(value < 1 for value in values or []):
+            raise ValueError(f"--{name} must be at least 1, got {values}")
+    machine = machines.device(device, weights, cache)
+    cells = arithmetic.tables(
+        machines.find_model(model_name),
+        machine,
+        batch or [1, 4, 8, 16],
+        kv or [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))],
+        block_size or [2, 4, 8, 16, 32, 64],
+        nfe_speedup or [2, 4, 8],
+    )
+    if as_json:
+        print_json({"model": model_name, "device": asdict(machine), **cells})
+        return
+    for key, title in (
+        ("table3", "Time of a forward of a block against one of one token"),
+        ("table4", "Wall-clock speed-up"),
+    ):
+        places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
+        sizes = sorted({cell["block_size"] for cell in cells[key]})
+        shown = Table(title=f"{title}: {model_name} on {machine.name}")
+        for name in [*(place.replace("_", " ") for place in places), *map(str, sizes)]:
+            shown.add_column(name, justify="right")
+        lines: dict[tuple, list[str]] = {}
+        for cell in cells[key]:
+            line = lines.setdefault(tuple(cell[place] for place in places), [])
+            line.append(f"{cell['value']:.3f}")
+        for where, values in lines.items():
+            shown.add_row(*map(str, where), *values)
+        out.print(shown)
+
+
+@app.command()
+def plan(
+    model_name: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A model's name or configuration, as for `roofline`."),
+    ],
+    device: Annotated[str, typer.Option(help="As for `roofline`.")] = "h100",
+    weights: Annotated[str | None, typer.Option(help="As for `roofline`. Default: bf16.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows; may be given again. Default: 1, 4, 16, 64.")
+    ] = None,
+    prompt_length: Annotated[int, typer.Option(help="Tokens in each row's cache.")] = 1024,
+    block_size: Annotated[
+        list[int] | None,
+        typer.Option(help="To choose from; may be given again. Default: 4, 8, 16, 32."),
+    ] = None,
+    tokens_per_forward: Annotated[
+        float, typer.Option(help="Of mode sbd: what `evaluate` measures; the paper has 3 to 5.")
+    ] = 3.0,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(help="Of drafted tokens in mode verified, as `evaluate` fits. Default: 0.8."),
+    ] = None,
+    dispatch_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Fixed milliseconds of a layer in a forward. Default: 0.5, this package's own; 0 "
+            "is the bare roofline, as under CUDA graphs."
+        ),
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(
+            help="Milliseconds per token to meet: which known models do so, by which mode."
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Record of `setblock benchmark`: its forwards beside the predicted."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which mode, block size and batch pay on a machine, by arithmetic; which models do.
+
+    Communication and memory's size are left out. Check what matters with `setblock benchmark`.
+    """
+    from setblock import machines, roofline
+    from setblock import plan as planning
+
+    sizes = block_size or [4, 8, 16, 32]
+    batches = batch or [1, 4, 16, 64]
+    numbers = {"batch": batches, "block-size": sizes, "prompt-length": [prompt_length]}
+    for name, values in numbers.items():
+        if min(values) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    if min(sizes) < 2:
+        raise ValueError("--block-size must be at least 2: a block of 1 is mode ntp")
+    if not 1 <= tokens_per_forward < float("inf"):
+        raise ValueError(f"--tokens-per-forward must be at least 1, got {tokens_per_forward}")
+    acceptance = roofline.ACCEPTANCE if acceptance is None else acceptance
+    if not 0 < acceptance < 1:
+        raise ValueError(f"--acceptance must lie between 0 and 1, got {acceptance}")
+    dispatch_s = roofline.DISPATCH_S if dispatch_ms is None else dispatch_ms / 1000
+    if not 0 <= dispatch_s < float("inf"):
+        raise ValueError(f"--dispatch-ms must be at least 0, got {dispatch_ms}")
+    if latency is not None and not 0 < latency < float("inf"):
+        raise ValueError(f"--latency must be above 0, got {latency}")
+    forwards = _measured_forwards(measured) if measured else []
+    machine = machines.device(device, weights, cache)
+    dimensions = machines.find_model(model_name)
+    given = planning.Assumptions(tokens_per_forward, acceptance, prompt_length, dispatch_s)
+    found: dict[str, Any] = {"model": model_name, **planning.describe(given, machine)}
+    found["choices"] = [
+        line
+        for rows in batches
+        for line in planning.choices(dimensions, machine, rows, sizes, given)
+    ]
+    found["largest_batches"] = planning.largest_batches(dimensions, machine, sizes, given)
+    if latency is not None:
+        found["right_size"] = planning.right_size(machine, batches[0], sizes, given, latency)
+    if forwards:
+        found["forwards"] = planning.beside_measured(dimensions, machine, forwards, dispatch_s)
+    if as_json:
+        print_json(found)
+        return
+    place = f"{model_name} on {machine.name}, {prompt_length} tokens in the cache"
+    out.print(_table(f"{place}: the quickest first", found["choices"], ("batch", *SETTING)))
+    for mode, most in found["largest_batches"].items():
+        pays = f"up to a batch of {most}" if most else "not even alone"
+        more = " or more" if most == planning.LARGEST_BATCH else ""
+        out.print(f"{mode} pays {pays}{more}")
+    if latency is not None:
+        title = f"{latency:g} ms per token at a batch of {batches[0]}"
+        out.print(_table(title, found["right_size"], ("model", *SETTING, "meets")))
+    if forwards:
+        names = ("batch_size", "cached", "queries", "ratio", "predicted_ratio")
+        out.print(_table("Forwards against one of one token", found["forwards"], names))
+
+
+SETTING = (
+    "mode", "block_size", "branches", "seeds", "tokens_per_forward", "ms_per_token", "speedup",
+)  # fmt: skip
+
+
+def _table(title: str, lines: list[dict[str, Any]], names: tuple[str, ...]) -> Table:
+    """These columns of the lines; numbers to two places, yes and no, blank where there is none."""
+    shown = Table(title=title)
+    for name in names:
+        text = name in ("model", "mode")
+        justify = "left" if text else "right"
+        shown.add_column(name.replace("_", " "), justify=justify, no_wrap=text, overflow="fold")
+    for line in lines:
+        shown.add_row(*(_cell(line[name]) for name in names))
+    return shown
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _measured_forwards(path: Path) -> list[dict[str, Any]]:
+    """The timed forwards of a benchmark record."""
+    try:
+        lines = json.loads(path.read_text(encoding="utf-8"))["forwards"]
+        names = ("batch_size", "cached", "queries", "ratio")
+        if not lines or any(name not in line for line in lines for name in names):
+            raise KeyError("forwards")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--measured {path} is no record of `setblock benchmark`") from error
+    return lines

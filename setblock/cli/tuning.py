@@ -1,0 +1,197 @@
+"""The command that picks a setting: tune."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from setblock.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MaskTokenOption,
+    ModelName,
+    app,
+    err,
+    load_model,
+    out,
+    print_json,
+    warm_up,
+    warn_untrained,
+)
+
+
+@app.command()
+def tune(
+    model_name: ModelName,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="As for `evaluate`, one with right answers. Default: nano."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The task's file: JSON, JSONL or gzipped JSONL.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(help="Items, of each nano family: half pick, half confirm.")
+    ] = 200,
+    max_drop: Annotated[
+        float, typer.Option(help="Loss of score allowed against token by token, in points.")
+    ] = 0.5,
+    confidence: Annotated[
+        float, typer.Option(help="Of the statement that the loss is no larger.")
+    ] = 0.95,
+    by: Annotated[
+        str, typer.Option(help="What is fastest: clock (seconds per token) or forwards.")
+    ] = "clock",
+    solver: Annotated[
+        list[str] | None,
+        typer.Option(help="To try; may be given again. Default: eleven of three kinds."),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="To try; may be given again. Default: the model's.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Items decoded together.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write/--no-write",
+            help="Put the choice into the checkpoint's generation_config.json, where every command "
+            "finds it.",
+        ),
+    ] = True,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="Record; beside it FILE.samples.jsonl, every answer."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the stopped run in --out.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest decoding that loses at most so much score, and make it the model's default.
+
+    Tries solvers, block sizes and verified decoding on half of the items, fewer settings on more
+    items in each round; the last three answer the other half, and the fastest whose loss there is
+    proven to be small enough is chosen. Verified decoding in float32 needs no proof: its text is
+    that of token by token. If nothing is both proven and faster, token by token is chosen.
+    """
+    from setblock import evaluate, nano
+    from setblock import tune as tuning
+    from setblock.checkpoint import write_settings
+    from setblock.records import Journal
+    from setblock.scores import Sample
+    from setblock.tasks import TASKS, load_items
+
+    target = tuning.Target(max_drop / 100, confidence, by)
+    for name, value in (("limit", limit), ("batch-size", batch_size)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if write and not Path(model_name).is_dir():
+        raise ValueError(
+            f"{model_name!r} is no checkpoint folder that the choice could be written into: name "
+            "one, or give --no-write"
+        )
+    form, items = None, []
+    if data is None:
+        if plain:
+            raise ValueError("--plain is for benchmark tasks, with --data")
+        for family in evaluate.families(task or ["nano"]):
+            items += nano.problems(family, "validation", limit)
+    else:
+        if not task or len(task) != 1 or task[0] not in TASKS or TASKS[task[0]].check is None:
+            known = ", ".join(name for name, one in TASKS.items() if one.check)
+            raise ValueError(f"--data is for one --task of {known}; got {task}")
+        form = evaluate.Form(TASKS[task[0]], chat=not plain, data=data)
+        items = load_items(TASKS[task[0]], data, limit)
+    if len(items) < 2:
+        raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
+    model = load_model(model_name, dtype, device, mask_token_id)
+    warn_untrained(model, "sbd")
+    sizes = block_size or [model.defaults["block_size"]]
+    tried = tuning.candidates(model, solver or tuning.SOLVERS, sizes)
+    common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if form and not form.chat:
+        common["stop"] = form.task.stop
+    request = {
+        "model": model_name,
+        "mask_token_id": mask_token_id,
+        "dtype": dtype and dtype.value,
+        "device": device,
+        "task": task,
+        **(form.describe() if form else {}),
+        "limit": limit,
+        **asdict(target),
+        "batch_size": batch_size,
+        "settings": tried,
+        "common": common,
+    }
+    journal = Journal(request, out_file, resume)
+    record = journal.record
+    line = journal.finished(0)
+    if line is None:
+        record["rounds"] = []
+        for options in (tuning.BASELINE, tried[0]):
+            warm_up(model, {**options, **common})
+
+        def note(done: dict[str, Any]) -> None:
+            record["rounds"].append(done)
+            journal.save()
+            kept = sum(one["kept"] for one in done["settings"])
+            err.print(f"{done['items']} items, {len(done['settings'])} settings: {kept} go on")
+
+        line = tuning.tune(
+            model,
+            items,
+            tried,
+            target,
+            batch_size,
+            form,
+            known=lambda run: [Sample.from_json(one) for one in journal.known(run)],
+            on_sample=lambda run, sample: journal.add(run, asdict(sample)),
+            on_round=note,
+            **common,
+        )
+        journal.finish(line)
+    chosen = line["chosen"]
+    if write:
+        names = ("mode", "solver", "block_size")
+        write_settings(model_name, **{name: chosen[name] for name in names if chosen[name]})
+    if as_json:
+        print_json(record)
+        return
+    out.print(_table(line["finalists"]))
+    text = " ".join(str(chosen[name]) for name in ("mode", "solver", "block_size") if chosen[name])
+    out.print(f"chosen: {text}, {chosen['speed']:.2f} times the speed of token by token")
+    if chosen["mode"] == "ntp":
+        need = tuning.items_needed(target)
+        out.print(
+            f"nothing faster is proven to lose at most {max_drop:g} points; that takes at least "
+            f"{need} confirming items, here were {line['confirmed_on']}"
+        )
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    shown = Table(title="Against token by token, on the items that had no part in picking")
+    for name in ("mode", "solver", "block", "score", "loss", "at most", "speed", "proven"):
+        shown.add_column(name, justify="left" if name in ("mode", "solver") else "right")
+    for line in lines:
+        shown.add_row(
+            line["mode"],
+            line["solver"] or "",
+            str(line["block_size"] or ""),
+            f"{line['score']:.1%}",
+            f"{100 * line['drop']:.1f}",
+            f"{100 * line['drop_bounds'][1]:.1f}",
+            f"{line['speed']:.2f}x",
+            "yes" if line["proven"] else "no",
+        )
+    return shown

@@ -1,0 +1,157 @@
+"""What to run where, by arithmetic: block size, mode and batch that pay; models quick enough.
+
+Every forward costs what `roofline.forward_s` says and a fixed time for each layer, for the Python
+that drives it. What it yields is an assumption, or was measured: `tokens_per_forward` for mode
+"sbd", the `acceptance` of drafted tokens for mode "verified".
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from setblock.machines import MODELS
+from setblock.roofline import DISPATCH_S, Device, Dimensions, best_spending, forward_s
+
+LARGEST_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the arithmetic takes as given.
+
+    tokens_per_forward: of mode "sbd", with blocks of at least that many tokens; shorter ones take
+    one forward each. acceptance: see roofline.ACCEPTANCE. cached: tokens in each row's cache.
+    dispatch_s: seconds of a layer in a forward, whatever its tokens; 0 is the bare roofline.
+    """
+
+    tokens_per_forward: float
+    acceptance: float
+    cached: int
+    dispatch_s: float = DISPATCH_S
+
+
+def choices(
+    dimensions: Dimensions,
+    device: Device,
+    batch: int,
+    block_sizes: Sequence[int],
+    given: Assumptions,
+) -> list[dict[str, Any]]:
+    """One line a mode, the quickest first: its settings, milliseconds per token, and speed-up.
+
+    ms_per_token: of one row. speedup: against mode "ntp" at the same batch.
+    """
+
+    def seconds(queries: int) -> float:
+        fixed = given.dispatch_s * dimensions.layers
+        return fixed + forward_s(dimensions, device, queries, batch, given.cached)
+
+    def block(size: int) -> float:
+        """Seconds a token: the first forward of a block encodes the block before it as well."""
+        forwards = size / min(given.tokens_per_forward, size)
+        return (seconds(2 * size) + (forwards - 1) * seconds(size)) / size
+
+    size = min(block_sizes, key=block)
+    spent = best_spending(
+        dimensions,
+        device,
+        max(block_sizes),
+        batch,
+        given.cached,
+        given.acceptance,
+        dispatch_s=given.dispatch_s,
+    )
+    blocks = min(given.tokens_per_forward, float(size))
+    lines: list[dict[str, Any]] = [
+        _line("ntp", seconds(1), 1.0),
+        _line("sbd", block(size), blocks, size),
+        _line(
+            "verified",
+            spent.seconds_per_token,
+            spent.tokens_per_forward,
+            spent.block_size,
+            spent.branches,
+            spent.seeds,
+        ),
+    ]
+    for line in lines:
+        line |= {"batch": batch, "speedup": seconds(1) * 1000 / line["ms_per_token"]}
+    return sorted(lines, key=lambda line: line["ms_per_token"])
+
+
+def _line(
+    mode: str,
+    seconds_per_token: float,
+    tokens_per_forward: float,
+    block_size: int | None = None,
+    branches: int | None = None,
+    seeds: int | None = None,
+) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "block_size": block_size,
+        "branches": branches,
+        "seeds": seeds,
+        "tokens_per_forward": tokens_per_forward,
+        "ms_per_token": 1000 * seconds_per_token,
+    }
+
+
+def largest_batches(
+    dimensions: Dimensions, device: Device, block_sizes: Sequence[int], given: Assumptions
+) -> dict[str, int]:
+    """For modes "sbd" and "verified" the largest batch, by powers of two, that they still speed up.
+
+    0 where not even one row gains; LARGEST_BATCH may mean more.
+    """
+    found = {"sbd": 0, "verified": 0}
+    batch = 1
+    while batch <= LARGEST_BATCH:
+        for line in choices(dimensions, device, batch, block_sizes, given):
+            if line["mode"] in found and line["speedup"] > 1:
+                found[line["mode"]] = batch
+        batch *= 2
+    return found
+
+
+def right_size(
+    device: Device, batch: int, block_sizes: Sequence[int], given: Assumptions, target_ms: float
+) -> list[dict[str, Any]]:
+    """Every known model and mode with its milliseconds per token, and whether it meets the target.
+
+    That the model fits into the device's memory is not looked at.
+    """
+    lines = []
+    for name, dimensions in MODELS.items():
+        if name == "paper":  # its feed-forward layer is a misprint
+            continue
+        for line in choices(dimensions, device, batch, block_sizes, given):
+            lines.append({"model": name, **line, "meets": line["ms_per_token"] <= target_ms})
+    return sorted(lines, key=lambda line: line["ms_per_token"])
+
+
+def beside_measured(
+    dimensions: Dimensions, device: Device, forwards: Sequence[dict[str, Any]], dispatch_s: float
+) -> list[dict[str, Any]]:
+    """The forwards of a record of `setblock benchmark` with what the arithmetic says of each.
+
+    ratio, predicted_ratio: to the forward of one token behind the same cache.
+    """
+
+    def seconds(queries: int, line: dict[str, Any]) -> float:
+        fixed = dispatch_s * dimensions.layers
+        return fixed + forward_s(dimensions, device, queries, line["batch_size"], line["cached"])
+
+    return [
+        {
+            **line,
+            "predicted_seconds": seconds(line["queries"], line),
+            "predicted_ratio": seconds(line["queries"], line) / seconds(1, line),
+        }
+        for line in forwards
+    ]
+
+
+def describe(given: Assumptions, device: Device) -> dict[str, Any]:
+    """The assumptions and the machine as JSON values."""
+    return {"assumptions": asdict(given), "device": asdict(device)}

@@ -1,0 +1,225 @@
+"""The fastest decoding of a model whose loss of score against next-token decoding is bounded.
+
+Half of the items pick: every setting answers a few of them, the worse half of the settings is left
+out, the rest answer twice as many, and so on. The other half confirms: of the last few settings the
+fastest is taken whose loss on items that had no part in picking is, with the confidence asked for,
+at most the bound.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from setblock.evaluate import Form, evaluate
+from setblock.generation import settings_for
+from setblock.model import Model
+from setblock.scores import Sample, Score, drop_bounds
+
+FIRST_ITEMS = 8  # of the first round, at least
+FINALISTS = 3
+BASELINE: dict[str, Any] = {"mode": "ntp"}
+SOLVERS = (
+    *("entropy:0.01", "entropy:0.05", "entropy:0.1", "entropy:0.2", "entropy:0.35", "entropy:0.6"),
+    *("confidence:0.9", "confidence:0.99", "prefix:0.9", "prefix:0.99", "prefix:0.999"),
+)
+SPEEDS = ("clock", "forwards")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for.
+
+    max_drop: share of the items, 0.005 for half a point. confidence: that the loss is no larger.
+    by: "clock", seconds per token, or "forwards", tokens per forward.
+    """
+
+    max_drop: float
+    confidence: float
+    by: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_drop < 1:
+            raise ValueError(f"max_drop must lie in 0..1, 1 left out, got {self.max_drop}")
+        if not 0.5 <= self.confidence < 1:
+            raise ValueError(f"confidence must lie in 0.5..1, 1 left out, got {self.confidence}")
+        if self.by not in SPEEDS:
+            raise ValueError(f"by must be one of {', '.join(SPEEDS)}, got {self.by!r}")
+
+
+@dataclass
+class Candidate:
+    """A setting and its answers so far, by item; half 0 picks, half 1 confirms."""
+
+    options: dict[str, Any]
+    answers: list[dict[int, Sample]] = field(default_factory=lambda: [{}, {}])
+
+
+def candidates(
+    model: Model, solvers: Sequence[str], block_sizes: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The settings to try: every solver with every block size, and verified decoding.
+
+    Raises: ValueError for a text that is no solver and a block size out of range.
+    """
+    found: list[dict[str, Any]] = [
+        {"mode": "sbd", "solver": solver, "block_size": size}
+        for size in block_sizes
+        for solver in solvers
+    ]
+    found.append({"mode": "verified"})
+    for options in found:
+        settings_for(model, **options)
+    return found
+
+
+def tune(
+    model: Model,
+    items: Sequence[Any],
+    tried: Sequence[dict[str, Any]],
+    target: Target,
+    batch_size: int,
+    form: Form | None = None,
+    known: Callable[[int], Sequence[Sample]] = lambda run: (),
+    on_sample: Callable[[int, Sample], None] = lambda run, sample: None,
+    on_round: Callable[[dict[str, Any]], None] = lambda line: None,
+    **common: Any,
+) -> dict[str, Any]:
+    """One line of a record: what was tried, and what is chosen.
+
+    items: at least two that have a right answer; every other one picks, the rest confirm.
+    known, on_sample: answers that an earlier call left, and where to keep new ones; run 2c + h is
+    candidate c's half h, the baseline being the last candidate. on_round: called after each round.
+    common: options of all settings, such as max_new_tokens.
+    """
+    halves = [list(items[::2]), list(items[1::2])]
+    baseline = Candidate({**BASELINE, **common})
+    entries = [Candidate({**options, **common}) for options in tried]
+    exact = model.dtype == torch.float32
+    runs = {id(one): number for number, one in enumerate([*entries, baseline])}
+
+    def answer(one: Candidate, half: int, count: int) -> None:
+        run = 2 * runs[id(one)] + half
+        found = one.answers[half]
+        if not found:
+            found |= {sample.index: sample for sample in known(run)}
+
+        def note(score: Score) -> None:
+            found[score.samples[-1].index] = score.samples[-1]
+            on_sample(run, score.samples[-1])
+
+        had = [found[index] for index in range(count) if index in found]
+        if len(had) < count:
+            evaluate(model, halves[half][:count], batch_size, note, form, had, **one.options)
+
+    going, count = entries, min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
+    while True:
+        for one in (baseline, *going):
+            answer(one, 0, count)
+        lines = [_line(one, baseline, 0, count, target, 1, exact) for one in going]
+        order = sorted(range(len(going)), key=lambda i: _rank(lines[i], target))
+        kept = max(-(-len(going) // 2), min(FINALISTS, len(going)))
+        for place, index in enumerate(order):
+            lines[index]["kept"] = place < kept
+        on_round({"items": count, "settings": lines})
+        going = [going[index] for index in order[:kept]]
+        if count == len(halves[0]) and len(going) <= FINALISTS:
+            break
+        count = min(2 * count, len(halves[0]))
+    for one in (baseline, *going):
+        answer(one, 1, len(halves[1]))
+    finals = [_line(one, baseline, 1, len(halves[1]), target, len(going), exact) for one in going]
+    finals.sort(key=lambda line: -line["speed"])
+    good = [line for line in finals if line["proven"] and line["speed"] > 1]
+    first = Score(list(baseline.answers[1].values())).result()
+    chosen = good[0] if good else _describe(baseline) | {"speed": 1.0, "drop": 0.0}
+    return {
+        "model": model.name,
+        "max_drop": target.max_drop,
+        "confidence": target.confidence,
+        "by": target.by,
+        "batch_size": batch_size,
+        "picked_on": len(halves[0]),
+        "confirmed_on": len(halves[1]),
+        "baseline": {"score": first["score"], "interval": first["interval"]},
+        "finalists": finals,
+        "chosen": chosen,
+    }
+
+
+def items_needed(target: Target, finalists: int = FINALISTS) -> int:
+    """How many confirming items prove the bound for a setting that loses on none of them."""
+    confidence = 1 - (1 - target.confidence) / finalists
+    count = 1
+    while drop_bounds(0, 0, count, confidence)[1] > target.max_drop:
+        count *= 2
+    low = count // 2
+    while count - low > 1:
+        middle = (count + low) // 2
+        if drop_bounds(0, 0, middle, confidence)[1] > target.max_drop:
+            low = middle
+        else:
+            count = middle
+    return count
+
+
+def _line(
+    one: Candidate,
+    baseline: Candidate,
+    half: int,
+    count: int,
+    target: Target,
+    compared: int,
+    exact: bool,
+) -> dict[str, Any]:
+    """A candidate beside the baseline on the first `count` items of a half.
+
+    compared: how many settings share the error that `confidence` leaves (Bonferroni).
+    proven: that the loss is at most max_drop; also where the text can't differ, in mode "verified"
+    in float32 (exact), and did not.
+    """
+    first, mine = (
+        {index: some.answers[half][index] for index in range(count)} for some in (baseline, one)
+    )
+    pairs = [(bool(first[index].correct), bool(mine[index].correct)) for index in mine]
+    lost, won = pairs.count((True, False)), pairs.count((False, True))
+    same = sum(first[index].token_ids == mine[index].token_ids for index in mine)
+    confidence = 1 - (1 - target.confidence) / compared
+    low, high = drop_bounds(lost, won, len(pairs), confidence)
+    lossless = exact and one.options["mode"] == "verified"
+    return {
+        **_describe(one),
+        "n": len(pairs),
+        "score": sum(right for _, right in pairs) / len(pairs),
+        "drop": (lost - won) / len(pairs),
+        "drop_bounds": (low, high),
+        "identical_share": same / len(pairs),
+        "tokens_per_forward": _per_forward(mine.values()),
+        "speed": _speed(first.values(), mine.values(), target.by),
+        "proven": high <= target.max_drop or (lossless and same == len(pairs)),
+    }
+
+
+def _describe(one: Candidate) -> dict[str, Any]:
+    return {name: one.options.get(name) for name in ("mode", "solver", "block_size")}
+
+
+def _rank(line: dict[str, Any], target: Target) -> tuple[float, float]:
+    """Settings within the bound by what was seen come first, the fastest of them leading."""
+    return max(line["drop"] - target.max_drop, 0.0), -line["speed"]
+
+
+def _per_forward(samples: Any) -> float:
+    return sum(len(one.token_ids) for one in samples) / sum(one.nfe for one in samples)
+
+
+def _speed(first: Any, mine: Any, by: str) -> float:
+    """How much faster than the baseline, per token, on the same items."""
+    if by == "forwards":
+        return _per_forward(mine) / _per_forward(first)
+    seconds = [
+        max(sum(one.wall_s for one in some), 1e-9) / sum(len(one.token_ids) for one in some)
+        for some in (list(first), list(mine))
+    ]
+    return seconds[0] / seconds[1]

@@ -1,0 +1,275 @@
+"""What goes wrong: one line on stderr, exit code not 0, nothing lost; and every option is typed."""
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from conftest import api, copied
+
+from setblock import cli, generation
+
+SHORT = ["--max-new-tokens", "8"]
+
+
+# Errors: one line on stderr, exit code not 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt-ids", "1,x"], "--prompt-ids must be numbers such as 1,2,3, got '1,x'"),
+        (["--prompt-ids", ""], "--prompt-ids must be numbers"),
+        (["--prompt-ids", "1,99999"], "holds a token id outside 0.."),
+        (["--prompt-ids", "-1"], "holds a token id outside 0.."),
+        (["--prompt-ids", "1", "--chat"], "token ids are used as they are"),
+        (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids exclude each other"),
+        (["--prompt", "a" * 300], "exceeds the model's context of 256 tokens"),
+        (["--prompt", "a\udcff"], "surrogates not allowed"),
+        (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        (["--prompt-file", "/"], "Is a directory"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--prompt", "a", "--block-size", "0"], "block_size must be"),
+        (["--prompt", "a", "--solver", "best"], "solver must be one of entropy:GAMMA, "),
+        (["--prompt", "a", "--solver", "fixed:0"], "n must be an integer of at least 1, got 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be"),
+        (["--prompt", "a", "--top-k", "-1"], "top_k must be"),
+        (["--prompt", "a", "--seed", "-1"], "seed must"),
+        (["--prompt", "a", "--stop", ""], "stop must"),
+        (["--prompt", "a", "--mask-token-id", "99999"], "mask token 99999"),
+        (["--prompt", "a", "--device", "toaster"], "device 'toaster' can't be used"),
+        (["--prompt", "a", "--mode", "fast"], "Invalid value for '--mode'"),
+        (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
+        (["--promt", "a"], "No such option: --promt"),
+        (
+            ["--prompt", "a", "--mode", "ntp", "--solver", "fixed:2"],
+            "--solver has no say in mode n",
+        ),
+        (
+            ["--prompt", "a", "--mode", "ntp", "--block-size", "4"],
+            "--block-size has no say in mode",
+        ),
+        (["--prompt", "a", "--fallback", "inf"], "fallback must be a finite entropy of at least 0"),
+        (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
+        (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
+        (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
+        (["--prompt", "a", "--mode", "verified", "--solver", "fixed:2"], "solver is for draft 's"),
+    ],
+)
+def test_wrong_words_of_generate(run, trained, words, message):
+    short = [] if "--max-new-tokens" in words else SHORT
+    result = run("generate", trained, *words, *short)
+    assert message in result.error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "poetry"], "task must be one of nano, arithmetic, word, json, code, lists, g"),
+        (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
+        (["--split", "all"], "split must be one of train, validation, test, got 'all'"),
+        (["--split", "train", "--held-out"], "never part of the split 'train'"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
+        (["--mode", "verified", "--solver", "fixed:2"], "verified with --draft solver"),
+        (["--mode", "ntp", "--next-token-seed"], "--next-token-seed is for mode sbd"),
+        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, which --mode l"),
+        (["--mode", "verified", "--branches", "0"], "branches must be an integer of at least 1"),
+        (["--limit", "1", "--block-size", "-1"], "block_size must be"),
+        (["--limit", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),
+    ],
+)
+def test_wrong_words_of_evaluate(run, trained, words, message):
+    assert message in run("evaluate", trained, *words).error
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model", "[/b]", ":smile:", ""])
+@pytest.mark.parametrize("command", ["generate", "info", "evaluate"])
+def test_an_unknown_model(run, name, command):
+    words = ["--prompt", "hi"] if command == "generate" else []
+    words = ["--limit", "1"] if command == "evaluate" else words
+    assert repr(name) in run(command, name, *words).error
+
+
+def test_a_broken_checkpoint(run, trained, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(trained, folder)
+    (folder / "model.safetensors").write_bytes(b"broken")
+    assert "can't load" in run("info", folder).error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate"], "Missing argument 'MODEL'."),
+        (["evaluate"], "Missing argument 'MODEL...'."),
+        (["zzz"], "No such command 'zzz'."),
+        (["info", "nano", "twin"], "Got unexpected extra argument(s) (twin)"),
+    ],
+)
+def test_usage_errors(run, words, message):
+    result = run(*words)
+    assert (result.code, result.error) == (2, message)
+
+
+def test_no_command_shows_the_commands(run):
+    result = run()
+    assert result.code == 2
+    assert "generate" in result.out
+    assert result.err == "error: a command is missing\n"
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["generate", "-h"], ["evaluate", "--help"]])
+def test_help(run, words):
+    result = run(*words)
+    assert (result.code, result.err) == (0, "")
+    assert "Usage: setblock" in result.out
+
+
+# Errors: disk and interrupts
+
+
+@pytest.mark.usefixtures("short_demo")
+@pytest.mark.parametrize("command", ["generate", "demo", "evaluate"])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_while_decoding(run, trained, monkeypatch, command, as_json):
+    words = {
+        "generate": [trained, "--prompt", "hi", *SHORT],
+        "demo": ["--model", trained, "--seed", "1"],
+        "evaluate": [trained, "--task", "lists", *SHORT],
+    }[command]
+
+    def interrupted(self: generation.DecodeState) -> None:
+        raise KeyboardInterrupt
+
+    for commands in (cli.answering, cli.measuring):
+        monkeypatch.setattr(commands, "warm_up", lambda model, mode: None)
+    monkeypatch.setattr(generation.DecodeState, "step", interrupted)
+    result = run(command, *words, *["--json"] * as_json)
+    assert (result.code, result.err) == (130, "error: interrupted\n")
+    assert not as_json or result.out == ""
+
+
+def full_disk(*words: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk(run, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    words = ["--task", "lists", "--limit", "1", "--json", *SHORT]
+    result = run("evaluate", trained, *words, "--out", tmp_path / "record.json")
+    assert (result.code, result.error) == (1, "[Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("place", ["/proc/record.json", "/dev/null/record.json"])
+def test_a_place_that_can_not_be_written(run, trained, place):
+    words = ["--task", "lists", "--limit", "1", *SHORT]
+    error = run("evaluate", trained, *words, "--out", place).error
+    assert error.startswith("[Errno ")
+    assert place.rsplit("/", 1)[0] in error
+
+
+needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+
+
+@needs_full_device
+@pytest.mark.parametrize("as_json", [True, False])
+def test_stdout_on_a_full_disk(run, trained, monkeypatch, as_json):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = run("generate", trained, "--prompt", "hi", *SHORT, *["--json"] * as_json)
+        assert (result.code, result.error) == (1, "[Errno 28] No space left on device")
+        assert sys.stdout is not full, "the interpreter would try again at exit"
+        sys.stdout.close()
+        with pytest.raises(OSError, match="No space left"):  # what is still to be written
+            full.close()
+
+
+# In a process of its own
+
+
+def setblock_process(*words: object, **options: Any) -> subprocess.Popen:
+    program = [str(Path(sys.executable).with_name("setblock")), *map(str, words)]
+    return subprocess.Popen(program, text=True, stderr=subprocess.PIPE, **options)
+
+
+def test_stdout_holds_one_json_object_and_nothing_else(untrained):
+    process = setblock_process(
+        "generate", untrained, "--json", *SHORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    out, err = process.communicate("hello", timeout=300)
+    assert process.returncode == 0
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    assert err.startswith("warning: ")
+    assert err.count("\n") == 1
+    assert tuple(answer["token_ids"]) == api(untrained, "hello", max_new_tokens=8).token_ids
+
+
+@needs_full_device
+def test_no_complaint_of_the_interpreter_about_a_full_disk():
+    with open("/dev/full", "w") as full:
+        process = setblock_process("--help", stdout=full)
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_ctrl_c_in_the_middle_of_an_answer(checkpoint, tmp_path):
+    """The context is so long that only the signal can end it in time."""
+    folder = tmp_path / "long"
+    copied(checkpoint("llama"), folder, "config.json", max_position_embeddings=200_000)
+    words = ["--prompt", "hi", "--mode", "ntp", "--ignore-eos", "--max-new-tokens", "100000"]
+    process = setblock_process(
+        "generate",
+        folder,
+        *words,
+        "--show-steps",
+        stdout=subprocess.PIPE,
+        # A shell starts its background jobs with the signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("forward 1: ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert err == "error: interrupted\n"
+    assert all(line.startswith("forward ") for line in out.splitlines()[:-1])
+
+
+# All options
+
+
+# Which test file types the options of a command.
+FILES = {
+    **dict.fromkeys(("generate", "info", "demo"), "test_cli_answering.py"),
+    **dict.fromkeys(("evaluate", "benchmark"), "test_cli_measuring.py"),
+    **dict.fromkeys(("train", "merge"), "test_finetune.py"),
+    "roofline": "test_cli_planning.py",
+    "plan": "test_plan.py",
+    "tune": "test_tune.py",
+}
+
+
+def test_every_option_is_typed():
+    app: Any = typer.main.get_command(cli.app)
+    assert FILES.keys() == app.commands.keys()
+    for name, command in app.commands.items():
+        typed = (Path(__file__).parent / FILES[name]).read_text()
+        for parameter in command.params:
+            for option in [*parameter.opts, *parameter.secondary_opts]:
+                if option.startswith("-"):
+                    assert f'"{option}"' in typed, f"{FILES[name]} types no {option} of {name}"

@@ -1,0 +1,240 @@
+"""The commands that measure: evaluate and benchmark."""
+
+import json
+from typing import Any
+
+import pytest
+
+from setblock import evaluate, nano, records
+
+SHORT = ["--max-new-tokens", "8"]
+
+
+# evaluate
+
+
+def test_evaluate_every_option(run, trained, tmp_path):
+    path = tmp_path / "new" / "record.json"
+    words = [
+        "--task", "lists", "--task", "json", "--split", "validation", "--held-out", "--limit", "2",
+        "--batch-size", "2", "--mode", "sbd", "--mode", "ntp", "--solver", "fixed:2", "--solver",
+        "fixed:4", "--block-size", "4", "--max-new-tokens", "8", "--mask-token-id", "9", "--dtype",
+        "float32", "--device", "cpu", "--out", path,
+    ]  # fmt: skip
+    result = run("evaluate", trained, *words, "--json")
+    record = result.json
+    assert record == json.loads(path.read_text())
+    assert record["command"].startswith("setblock evaluate ")
+    lines = record["results"]
+    settings = [("ntp", None), ("sbd", "fixed:2"), ("sbd", "fixed:4")]
+    expected = [(*one, task) for one in settings for task in ("lists", "json")]
+    assert [(one["mode"], one["solver"], one["task"]) for one in lines] == expected
+    for one in lines:
+        assert (one["split"], one["held_out"]) == ("validation", True)
+        assert (one["n"], one["batch_size"], one["dtype"]) == (2, 2, "float32")
+        assert (one["settings"]["block_size"], one["settings"]["max_new_tokens"]) == (4, 8)
+    assert {one["tokens_per_forward"] for one in lines if one["mode"] == "ntp"} == {1}
+    assert all(one["peak_bytes"] > 1e6 and one["logprob_nats"] < 0 for one in lines)
+    compared = [(one["second"]["solver"], one["task"]) for one in record["comparisons"]]
+    assert compared == [one[1:] for one in expected[2:]]
+    assert {one["first"]["mode"] for one in record["comparisons"]} == {"ntp"}
+    samples = path.with_suffix(".samples.jsonl").read_text().splitlines()
+    assert [json.loads(one)["run"] for one in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert result.err == ""
+    again = run("evaluate", trained, *words)
+    assert again.error == f"{path} is there already: go on with --resume, or name another file"
+    assert run("evaluate", trained, *words, "--resume", "--json").json == record
+
+
+def test_evaluate_in_verified_mode(run, trained):
+    words = ["--task", "lists", "--limit", "2", "--max-new-tokens", "8", "--json"]
+    modes = ["--mode", "ntp", "--mode", "verified", "--mode", "sbd"]
+    options = ["--branches", "2", "--seeds", "1", "--next-token-seed", "--fallback", "3"]
+    lines = run("evaluate", trained, *words, *modes, *options).json["results"]
+    assert [(one["mode"], one["solver"]) for one in lines] == [
+        ("ntp", None), ("sbd", "entropy:0.1"), ("verified", None)
+    ]  # fmt: skip
+    sbd, verified = (one["settings"] for one in lines[1:])
+    assert (sbd["next_token_seed"], sbd["fallback"]) == (True, 3)
+    assert (verified["branches"], verified["seeds"]) == (2, 1)
+    drafted = ["--mode", "verified", "--draft", "solver", "--solver", "fixed:2"]
+    [line] = run("evaluate", trained, *words, *drafted).json["results"]
+    assert (line["mode"], line["solver"]) == ("verified", "fixed:2")
+    assert line["settings"]["draft"] == "solver"
+
+
+def test_evaluate_a_benchmark_task(run, trained, tmp_path):
+    data, examples = tmp_path / "test.jsonl", tmp_path / "train.jsonl"
+    row = {"question": "2 + 3?", "answer": "#### 5"}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    examples.write_text(json.dumps(row) + "\n")
+    words = ["--task", "gsm8k", "--data", data, "--limit", "2", "--mode", "ntp", *SHORT]
+    [line] = run("evaluate", trained, *words, "--json").json["results"]
+    assert (line["task"], line["n"], line["chat"], line["shots"]) == ("gsm8k", 2, True, 0)
+    few = ["--plain", "--shots", "1", "--shots-data", examples, "--json"]
+    [line] = run("evaluate", trained, *words, *few).json["results"]
+    assert (line["chat"], line["shots"]) == (False, 1)
+    assert line["settings"]["stop"] == ["\nQuestion:", "\n\n\n"]
+    for wrong, message in (
+        (["--task", "svamp"], "--data is for one --task of gsm8k, svamp"),
+        (["--shots", "1"], "--shots and --shots-data need each other; got 1 and None"),
+        (["--shots", "2", "--shots-data", examples], f"--shots 2: {examples} has 1 rows"),
+        (["--held-out"], "--split and --held-out are for the nano tasks"),
+    ):
+        assert message in run("evaluate", trained, *words, *wrong).error
+    assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error
+    assert "--data is for one --task" in run("evaluate", trained, "--data", data).error
+    assert "No such file" in run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
+
+
+def test_evaluate_shows_a_table(run, trained, checkpoint):
+    """All five families, by default token by token and by blocks, of both models."""
+    other = checkpoint("qwen3", settings={"trained": True})
+    words = ["--limit", "1", "--max-new-tokens", "2"]
+    result = run("evaluate", trained, other, *words, "--task", "nano")
+    rows = [line.split("│") for line in result.out.splitlines() if line.startswith("│")]
+    tasks = [row[1].strip() for row in rows if row[1].strip()]
+    assert tasks == [*nano.FAMILIES] * (4 + 3)  # the lines, and three of each against the first
+    assert result.out.count("McNemar") == 1
+    assert result.err == ""
+
+
+def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    original = evaluate.run
+
+    def interrupted(model: Any, family: str, *words: Any, **options: Any) -> Any:
+        if family == "json":
+            raise KeyboardInterrupt
+        return original(model, family, *words, **options)
+
+    monkeypatch.setattr(evaluate, "run", interrupted)
+    words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
+    result = run("evaluate", trained, *words, "--out", path)
+    assert (result.code, result.error) == (130, "interrupted")
+    assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
+
+
+def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
+    """Killed after any answer, it ends with the record of one that was never stopped."""
+    words = ["--task", "lists", "--task", "json", "--limit", "3", "--batch-size", "2", *SHORT]
+    whole = run("evaluate", trained, *words, "--out", tmp_path / "whole.json", "--json").json
+    add, count = records.Journal.add, 0
+
+    def killed(self: records.Journal, number: int, sample: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            raise KeyboardInterrupt
+        add(self, number, sample)
+
+    monkeypatch.setattr(records.Journal, "add", killed)
+    path = tmp_path / "stopped.json"
+    more: list[str] = []
+    while (result := run("evaluate", trained, *words, "--out", path, *more)).code:
+        assert result.error == "interrupted"
+        more = ["--resume"]
+    assert count == 12 + 5
+    stopped = json.loads(path.read_text())
+    for one, other in zip(whole["results"], stopped["results"], strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"wall_s", "peak_bytes"}:
+            close = name in ("entropy_nats", "logprob_nats")  # rows shared other batches
+            assert one[name] == (pytest.approx(other[name]) if close else other[name]), name
+    other = run("evaluate", trained, *words, "--limit", "2", "--out", path, "--resume")
+    assert 'made by another request: {"limit": 3}, now {"limit": 2}' in other.error
+    assert "no record to go on with" in run("evaluate", trained, *words, "--resume").error
+
+
+def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
+    data, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
+    data.write_text("".join(json.dumps({"text": f"text {n} " * n}) + "\n" for n in range(1, 5)))
+    plain.write_text("one text, and more of it")
+    words = ["--task", "perplexity", "--limit", "3", "--out", tmp_path / "record.json"]
+    other = checkpoint("qwen3", settings={"trained": True})
+    lines = run("evaluate", trained, other, *words, "--data", data, "--json").json["results"]
+    assert [line["model"] for line in lines] == [str(trained), str(other)]
+    for line in lines:
+        assert (line["n"], line["mode"], line["settings"]["window"]) == (3, "ntp", 256)
+        assert line["interval"][0] < line["score"] < line["interval"][1]
+    assert run("evaluate", trained, other, *words, "--data", data, "--resume").code == 0
+    words = words[:2]
+    [line] = run("evaluate", trained, *words, "--data", plain, "--window", "9", "--json").json[
+        "results"
+    ]
+    assert (line["n"], line["interval"], line["settings"]["window"]) == (1, None, 9)
+    assert (
+        f"{line['score']:.3f}"
+        in run(*("evaluate", trained, *words, "--data", plain, "--window", "9")).out
+    )
+    for content, message in (
+        ("{", r":1: not JSON"),
+        ('{"text": "a"}\n[]', ":2: a row needs a text, named text"),
+        ('{"text": ""}', "no text of at least two tokens"),
+    ):
+        data.write_text(content)
+        assert message in run("evaluate", trained, *words, "--data", data).error
+    for wrong, message in (
+        (["--mode", "ntp"], "--mode: perplexity reads text and decodes none"),
+        (["--shots", "1"], "--shots: perplexity reads"),
+        (["--data", plain, "--window", "1"], "window must lie in 2..256, got 1"),
+        ([], "task perplexity needs its text: --data FILE"),
+    ):
+        assert message in run("evaluate", trained, *words, *wrong).error
+    assert "--window is for --task perp" in run("evaluate", trained, "--window", "4").error
+
+
+def test_bad_values_are_refused_before_the_first_problem(run, trained, monkeypatch):
+    monkeypatch.setattr(evaluate, "run", lambda *words, **options: pytest.fail("ran"))
+    result = run("evaluate", trained, "--solver", "fixed:2", "--solver", "entropy:-1")
+    assert "got 'entropy:-1'" in result.error
+
+
+# benchmark
+
+
+def test_benchmark_every_option(run, trained, tmp_path):
+    path = tmp_path / "record.json"
+    words = [
+        "--limit", "2", "--batch-size", "1", "--batch-size", "2", "--prompt-length", "8",
+        "--prompt-length", "20", "--max-new-tokens", "4", "--repeats", "1", "--cached", "16",
+        "--solver", "fixed:2", "--block-size", "4", "--mask-token-id", "9", "--dtype", "float32",
+        "--device", "cpu",
+    ]  # fmt: skip
+    record = run("benchmark", trained, *words, "--out", path, "--json").json
+    assert record == json.loads(path.read_text())
+    cells = [(one["prompt_tokens"], one["batch_size"]) for one in record["results"]]
+    assert cells == [(n, b) for n in (8, 20) for b in (1, 2) for _ in range(5 if b == 1 else 4)]
+    for line in record["results"]:
+        assert line["tokens"] == 2 * 4
+        assert line["identical_share"] == 1 or line["contender"] == "sbd"
+        assert line["tokens_per_forward"] == {"ntp": 1, "sbd": 2}.get(
+            line["contender"], line["tokens_per_forward"]
+        )
+    assert [(one["batch_size"], one["cached"], one["queries"]) for one in record["forwards"]] == [
+        (b, 16, q) for b in (1, 2) for q in (1, 4, 8)
+    ]
+    assert "is there already" in run("benchmark", trained, *words, "--out", path).error
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    few = ["--task", "gsm8k", "--data", data, "--repeats", "1", "--max-new-tokens", "2"]
+    result = run("benchmark", trained, *few)
+    assert "transformers-lookup" in result.out
+    assert "against one token" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--prompt-length", "-1"], "--prompt-length must be at least 1, got -1"),
+        (["--cached", "-1"], "--cached must be at least 0, got -1"),
+        (["--task", "gsm8k"], "--task and --data need each other; got gsm8k and None"),
+        (["--task", "x", "--data", "y"], "--task must be one of gsm8k, svamp"),
+        (["--prompt-length", "400"], "exceeds the model's context of 256 tokens"),
+        (["--solver", "best"], "solver must be one of entropy:GAMMA"),
+    ],
+)
+def test_wrong_words_of_benchmark(run, trained, words, message):
+    assert message in run("benchmark", trained, *words).error

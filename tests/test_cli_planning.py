@@ -1,0 +1,46 @@
+"""The commands that predict: roofline and plan."""
+
+import pytest
+
+# roofline
+
+
+def test_roofline_of_the_paper(run):
+    answer = run("roofline", "--paper", "--json").json
+    assert answer["model"] == "paper"
+    assert {cell["kv"] for cell in answer["table3"]} == {2**n for n in range(4, 23)}
+    assert {cell["batch"] for cell in answer["table4"]} == {1, 4, 8, 16}
+    for table, place, value in (
+        ("table3", {"batch": 16, "kv": 16, "block_size": 64}, 3.799),
+        ("table4", {"batch": 8, "kv": 16, "block_size": 32, "nfe_speedup": 8}, 6.294),
+    ):
+        [cell] = [cell for cell in answer[table] if place.items() <= cell.items()]
+        assert cell["value"] == pytest.approx(value, abs=1e-3)
+
+
+def test_roofline_of_another_model_and_machine(run):
+    words = ["roofline", "qwen3-8b", "--device", "l4", "--weights", "int4", "--cache", "fp8"]
+    words += ["--batch", "2", "--kv", "100", "--block-size", "16", "--nfe-speedup", "3"]
+    answer = run(*words, "--json").json
+    assert (answer["model"], answer["device"]["name"]) == ("qwen3-8b", "l4")
+    assert answer["device"]["bytes_per_weight"] == 0.5
+    assert (len(answer["table3"]), len(answer["table4"])) == (1, 1)
+    shown = run(*words).out
+    assert f"{answer['table4'][0]['value']:.3f}" in shown
+    assert "qwen3-8b on l4" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "toaster"], "device must be one of"),
+        (["--weights", "fp1"], "weights must be one of"),
+        (["--batch", "0"], "--batch must be at least 1, got [0]"),
+        (["--kv", "-1"], "--kv must be at least 1, got [-1]"),
+        (["nowhere"], "no model 'nowhere'"),
+        (["--paper", "--device", "l4"], "--paper has its own model and machine; leave out --dev"),
+        (["qwen3-8b", "--paper", "--cache", "fp8"], "leave out MODEL and --cache"),
+    ],
+)
+def test_wrong_words_of_roofline(run, words, message):
+    assert message in run("roofline", *words).error

@@ -1,0 +1,157 @@
+"""lm-eval's own harness, offline, on local tasks: its numbers follow from our tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from setblock.generation import generate
+from setblock.lm_eval import SetBlockLM
+from setblock.loading import load
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's own
+
+GENERATION = """\
+task: echo
+dataset_path: json
+dataset_kwargs: {{data_files: {data}}}
+test_split: train
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["{until}"], do_sample: false, max_gen_toks: 12}}
+metric_list: [{{metric: exact_match}}]
+"""
+CHOICE = """\
+task: choice
+dataset_path: json
+dataset_kwargs: {{data_files: {data}}}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{prompt}}}}"
+doc_to_choice: ["one", "two"]
+doc_to_target: 0
+metric_list: [{{metric: acc}}]
+"""
+PROMPTS = ("two and two", "a bird sings", "x")
+UNTIL = "zz"
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint) -> Path:
+    return checkpoint("llama", settings={"trained": True, "block_size": 4})
+
+
+@pytest.fixture
+def tasks(folder, tmp_path) -> Path:
+    """A generation task whose right answers are the next-token ones, and one of likelihood."""
+    answers = generate(load(folder), PROMPTS, mode="ntp", max_new_tokens=12, stop=UNTIL)
+    rows = [{"prompt": p, "answer": a.text} for p, a in zip(PROMPTS, answers, strict=True)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "echo.yaml").write_text(GENERATION.format(data=data, until=UNTIL))
+    (tmp_path / "choice.yaml").write_text(CHOICE.format(data=data))
+    return tmp_path
+
+
+def evaluate(model: SetBlockLM, tasks: Path, name: str) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    harness: Any = lm_eval  # its names are filled in lazily
+    return harness.simple_evaluate(
+        model=model, tasks=[name], task_manager=manager, bootstrap_iters=0, log_samples=True
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_verified_answers_are_the_next_token_ones(folder, tasks, batch_size):
+    model = SetBlockLM(str(folder), mode="verified", branches=2, batch_size=batch_size)
+    results = evaluate(model, tasks, "echo")
+    assert results["results"]["echo"]["exact_match,none"] == 1
+    found = results["config"]["setblock"]
+    assert (found["mode"], found["solver"]) == ("verified", None)
+    assert found["tokens_per_forward"] == found["tokens"] / found["nfe"] >= 1
+
+
+def test_block_answers_are_ours(folder, tasks):
+    options: Any = {"mode": "sbd", "solver": "fixed:2", "block_size": 6}
+    results = evaluate(SetBlockLM(str(folder), **options, batch_size=2), tasks, "echo")
+    expected = generate(load(folder), PROMPTS, **options, max_new_tokens=12, stop=UNTIL)
+    texts = {one["doc"]["prompt"]: one["resps"][0][0] for one in results["samples"]["echo"]}
+    assert [texts[prompt] for prompt in PROMPTS] == [one.text for one in expected]
+    found = results["config"]["setblock"]
+    assert found["tokens"] == sum(one.num_tokens for one in expected)
+    assert found["nfe"] == sum(one.nfe for one in expected)
+
+
+def test_likelihoods_are_those_of_the_causal_half(folder, tasks):
+    results = evaluate(SetBlockLM(str(folder), batch_size=2), tasks, "choice")
+    model = load(folder)
+    for sample in results["samples"]["choice"]:
+        for choice, (found, _) in zip((" one", " two"), sample["filtered_resps"], strict=True):
+            prompt = model.encode(sample["doc"]["prompt"])
+            ids = model.encode(sample["doc"]["prompt"] + choice)
+            with torch.no_grad():
+                logits = model.network(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            expected = sum(
+                float(logits[place - 1, ids[place]]) for place in range(len(prompt), len(ids))
+            )
+            assert found == pytest.approx(expected, abs=1e-3)
+    assert results["config"]["setblock"]["tokens_per_forward"] is None
+
+
+def test_sampling_and_options_of_a_task(folder):
+    model = SetBlockLM(str(folder), mode="ntp", seed=3)
+    options = {"until": ["zz"], "max_gen_toks": 8, "do_sample": True, "temperature": 0.9}
+    [text] = model.generate_until([Instance("generate_until", {}, ("a b", options), 0)])
+    [expected] = generate(
+        load(folder), ["a b"], mode="ntp", max_new_tokens=8, stop="zz", temperature=0.9, seed=3
+    )
+    assert text == expected.text
+    wrong = {"until": ["zz"], "max_gen_toks": 8, "num_beams": 4}
+    with pytest.raises(ValueError, match="generation option num_beams is not one of do_sample"):
+        model.generate_until([Instance("generate_until", {}, ("a", wrong), 0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"mode": "fast"}, "mode must be one of"), ({"solver": "best"}, "solver must be one of")],
+)
+def test_bad_values_are_refused_before_the_first_task(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        SetBlockLM(str(folder), **options)
+
+
+def test_command(folder, tasks):
+    """The real command line, in a process of its own."""
+    words = ["-m", "setblock.lm_eval", "run", "--model", "setblock", "--tasks", "echo"]
+    arguments = f"pretrained={folder},mode=verified,dtype=float32,mask_token_id=7"
+    words += [
+        "--model_args",
+        arguments,
+        "--include_path",
+        str(tasks),
+        "--batch_size",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    out = tasks / "out"
+    done = subprocess.run(
+        [sys.executable, *words, "--output_path", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [record] = [json.loads(file.read_text()) for file in out.rglob("results*.json")]
+    assert record["results"]["echo"]["exact_match,none"] == 1
+    assert record["config"]["setblock"]["nfe"] > 0

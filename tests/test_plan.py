@@ -1,0 +1,154 @@
+"""What pays where, by arithmetic."""
+
+import json
+
+import pytest
+
+from setblock.machines import MODELS, device
+from setblock.plan import (
+    LARGEST_BATCH,
+    Assumptions,
+    beside_measured,
+    choices,
+    largest_batches,
+    right_size,
+)
+from setblock.roofline import best_spending, forward_s, speedup
+
+LLAMA = MODELS["llama-3.1-8b"]
+H100 = device("h100")
+SIZES = (4, 8, 16, 32)
+BARE = Assumptions(tokens_per_forward=3.0, acceptance=0.8, cached=1024, dispatch_s=0.0)
+
+
+def by_mode(lines):
+    return {line["mode"]: line for line in lines}
+
+
+def test_choices_follow_from_the_roofline():
+    lines = choices(LLAMA, H100, 4, SIZES, BARE)
+    assert [line["ms_per_token"] for line in lines] == sorted(
+        line["ms_per_token"] for line in lines
+    )
+    found = by_mode(lines)
+    one = forward_s(LLAMA, H100, 1, 4, 1024)
+    assert found["ntp"]["ms_per_token"] == pytest.approx(1000 * one)
+    assert found["ntp"]["speedup"] == 1
+    gains = {size: speedup(LLAMA, H100, size, size / 3, 4, 1024) for size in SIZES}
+    assert found["sbd"]["speedup"] == pytest.approx(max(gains.values()))
+    assert gains[found["sbd"]["block_size"]] == max(gains.values())
+    spent = best_spending(LLAMA, H100, 32, 4, 1024, 0.8, dispatch_s=0.0)
+    assert found["verified"]["block_size"] == spent.block_size
+    assert found["verified"]["speedup"] == pytest.approx(one / spent.seconds_per_token)
+
+
+def test_a_block_shorter_than_the_tokens_of_a_forward_takes_one_forward():
+    given = Assumptions(tokens_per_forward=6.0, acceptance=0.8, cached=1024, dispatch_s=0.0)
+    line = by_mode(choices(LLAMA, H100, 1, (4,), given))["sbd"]
+    assert line["tokens_per_forward"] == 4
+    expected = forward_s(LLAMA, H100, 8, 1, 1024) / 4
+    assert line["ms_per_token"] == pytest.approx(1000 * expected)
+
+
+def test_dispatch_brings_the_speed_up_closer_to_the_tokens_per_forward():
+    """A fixed cost of each forward makes wide forwards relatively cheap."""
+    slow = Assumptions(**{**vars(BARE), "dispatch_s": 1.0})
+    gain = by_mode(choices(LLAMA, H100, 64, (16,), slow))["sbd"]["speedup"]
+    assert gain == pytest.approx(3.0, rel=0.05)
+    assert gain > by_mode(choices(LLAMA, H100, 64, (16,), BARE))["sbd"]["speedup"]
+
+
+def test_the_largest_batch_is_where_the_gain_ends():
+    """Behind a long cache there may be none: reading it is what a forward takes."""
+    short = Assumptions(**{**vars(BARE), "cached": 16})
+    most = largest_batches(LLAMA, H100, SIZES, short)
+    for mode, batch in most.items():
+        assert 1 <= batch < LARGEST_BATCH
+        assert by_mode(choices(LLAMA, H100, batch, SIZES, short))[mode]["speedup"] > 1
+        assert by_mode(choices(LLAMA, H100, 2 * batch, SIZES, short))[mode]["speedup"] <= 1
+    useless = Assumptions(tokens_per_forward=1.0, acceptance=0.001, cached=1024, dispatch_s=0.0)
+    assert largest_batches(LLAMA, H100, SIZES, useless) == {"sbd": 0, "verified": 0}
+
+
+def test_right_sizing_ranks_models_and_modes():
+    lines = right_size(H100, 1, SIZES, BARE, target_ms=5.0)
+    assert {line["model"] for line in lines} == set(MODELS) - {"paper"}
+    for line in lines:
+        assert line["meets"] == (line["ms_per_token"] <= 5.0)
+    meets = {(line["model"], line["mode"]): line["meets"] for line in lines}
+    assert meets["smollm2-135m", "ntp"]
+    assert not meets["llama-3.1-70b", "ntp"]
+    # 16 GB at 3.35 TB/s is 4.8 ms; the 32B model needs fewer forwards to come near.
+    assert not meets["qwen3-32b", "ntp"]
+
+
+def test_predictions_stand_beside_what_was_measured():
+    lines = [
+        {"batch_size": 2, "cached": 64, "queries": queries, "seconds": 1.0, "ratio": 1.5}
+        for queries in (1, 16)
+    ]
+    one, many = beside_measured(LLAMA, H100, lines, dispatch_s=0.0)
+    assert one["predicted_ratio"] == 1
+    expected = forward_s(LLAMA, H100, 16, 2, 64)
+    assert many["predicted_seconds"] == pytest.approx(expected)
+    assert many["predicted_ratio"] == pytest.approx(expected / forward_s(LLAMA, H100, 1, 2, 64))
+    assert many["ratio"] == 1.5
+
+
+WORDS = (
+    *("llama-3.1-8b", "--device", "h200", "--weights", "fp8", "--cache", "bf16", "--batch", "2"),
+    *("--batch", "8", "--prompt-length", "512", "--block-size", "8", "--block-size", "16"),
+    *("--tokens-per-forward", "4", "--acceptance", "0.9", "--dispatch-ms", "0", "--latency", "3"),
+)
+
+
+def test_command(run, tmp_path):
+    record = tmp_path / "bench.json"
+    forwards = [
+        {"batch_size": 1, "cached": 64, "queries": n, "seconds": 0.1, "ratio": n / 10}
+        for n in (1, 16)
+    ]
+    record.write_text(json.dumps({"forwards": forwards}))
+    found = run("plan", *WORDS, "--measured", record, "--json").json
+    assert found["device"]["name"] == "h200"
+    assert found["assumptions"] == {
+        "tokens_per_forward": 4, "acceptance": 0.9, "cached": 512, "dispatch_s": 0
+    }  # fmt: skip
+    assert [
+        (line["batch"], line["mode"]) for line in found["choices"] if line["mode"] == "ntp"
+    ] == [
+        (2, "ntp"),
+        (8, "ntp"),
+    ]
+    assert {line["block_size"] for line in found["choices"] if line["mode"] == "sbd"} <= {8, 16}
+    assert found["largest_batches"].keys() == {"sbd", "verified"}
+    assert found["right_size"]
+    assert found["forwards"][1]["predicted_ratio"] > 0
+    text = run("plan", *WORDS, "--measured", record).out
+    for word in (
+        "the quickest first",
+        "pays up to a batch of",
+        "3 ms per token",
+        "predicted ratio",
+    ):
+        assert word in text
+    assert "right_size" not in run("plan", "qwen3-8b", "--json").json
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", "0"), "--batch must be at least 1, got 0"),
+        (("--block-size", "1"), "--block-size must be at least 2"),
+        (("--prompt-length", "0"), "--prompt-length must be at least 1"),
+        (("--tokens-per-forward", "0.5"), "--tokens-per-forward must be at least 1, got 0.5"),
+        (("--tokens-per-forward", "nan"), "--tokens-per-forward must be at least 1, got nan"),
+        (("--acceptance", "1"), "--acceptance must lie between 0 and 1, got 1"),
+        (("--dispatch-ms", "-1"), "--dispatch-ms must be at least 0, got -1"),
+        (("--latency", "0"), "--latency must be above 0, got 0"),
+        (("--measured", "README.md"), "is no record of `setblock benchmark`"),
+        (("--device", "abacus"), "device must be one of"),
+    ],
+)
+def test_bad_values(run, words, message):
+    assert message in run("plan", "qwen3-8b", *words).error

@@ -1,0 +1,244 @@
+"""Picking a setting: the bound on what it may lose, the rounds, the choice."""
+
+import json
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from setblock import generation, nano, tune
+from setblock.loading import load
+from setblock.scores import drop_bounds
+from setblock.tune import SPEEDS, Target, candidates, items_needed
+
+FEW = {"max_new_tokens": 6}
+SOME = ("fixed:2", "fixed:3", "entropy:inf", "confidence:0.9", "prefix:0.5", "fixed:1")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load(checkpoint("llama", settings={"trained": True, "block_size": 4}), dtype="float32")
+
+
+@pytest.fixture
+def items():
+    return nano.problems("json", "validation", 40)
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """judge(right): whether an answer is right is what right(mode, number of the item) says."""
+
+    def use(right):
+        problems = nano.problems("json", "validation", 40)
+        numbers = {problem.key: number for number, problem in enumerate(problems)}
+        mode = ""
+        settings_for = generation.settings_for
+
+        def seen(model, *rows, **options):
+            nonlocal mode
+            settings = settings_for(model, *rows, **options)
+            mode = settings.mode if settings.mode != "sbd" else str(settings.solver)
+            return settings
+
+        monkeypatch.setattr(generation, "settings_for", seen)
+        monkeypatch.setattr(nano, "check", lambda one, text: right(mode, numbers[one.key]))
+
+    return use
+
+
+def tuned(model, items, tried=None, target=None, **more):
+    settings = candidates(model, SOME, [4]) if tried is None else tried
+    rounds = []
+    line = tune.tune(
+        model, items, settings, target or Target(0.005, 0.9, "forwards"), 8,
+        on_round=rounds.append, **FEW, **more,
+    )  # fmt: skip
+    return line, rounds
+
+
+def test_rounds_halve_the_settings_and_double_the_items(model, items, judge):
+    judge(lambda mode, number: True)
+    line, rounds = tuned(model, items)
+    assert [one["items"] for one in rounds] == [8, 16, 20]
+    assert [len(one["settings"]) for one in rounds] == [7, 4, 3]
+    for one, after in pairwise(rounds):
+        assert sum(setting["kept"] for setting in one["settings"]) == len(after["settings"])
+    assert (line["picked_on"], line["confirmed_on"]) == (20, 20)
+    assert len(line["finalists"]) == tune.FINALISTS
+    assert {setting["n"] for setting in line["finalists"]} == {20}
+
+
+def test_the_fastest_proven_setting_is_chosen(model, items, judge):
+    """With a generous bound 20 items prove it; the speed is that of tokens per forward."""
+    judge(lambda mode, number: True)
+    line, _ = tuned(model, items, target=Target(0.4, 0.9, "forwards"))
+    assert line["chosen"]["solver"] == "entropy:inf"
+    assert line["chosen"]["proven"]
+    assert line["chosen"]["speed"] == max(one["speed"] for one in line["finalists"])
+    assert line["chosen"]["speed"] == pytest.approx(line["chosen"]["tokens_per_forward"])
+
+
+def test_a_setting_that_loses_is_left_out(model, items, judge):
+    """The fastest one is always wrong: the next one is taken."""
+    judge(lambda mode, number: mode != "entropy:inf")
+    line, rounds = tuned(model, items, target=Target(0.4, 0.9, "forwards"))
+    [lost] = [one for one in rounds[0]["settings"] if one["solver"] == "entropy:inf"]
+    assert lost["drop"] == 1
+    assert not lost["kept"]
+    assert line["chosen"]["solver"] in ("fixed:2", "fixed:3")  # both two forwards for four slots
+
+
+def test_a_loss_that_only_shows_on_the_confirming_items(model, items, judge):
+    """Items at odd places confirm; what picked is no proof."""
+    judge(lambda mode, number: mode == "ntp" or number % 2 == 0)
+    line, _ = tuned(model, items, target=Target(0.4, 0.9, "forwards"))
+    assert all(one["drop"] == 1 for one in line["finalists"])
+    assert line["chosen"] == {"mode": "ntp", "solver": None, "block_size": None} | {
+        "speed": 1.0, "drop": 0.0
+    }  # fmt: skip
+
+
+def test_verified_decoding_needs_no_proof_in_float32(model, items, judge):
+    judge(lambda mode, number: mode in ("ntp", "verified"))
+    tight = Target(0.0, 0.99, "forwards")
+    line, _ = tuned(
+        model, items, [{"mode": "verified"}, {"mode": "sbd", "solver": "fixed:2"}], tight
+    )
+    found = {one["mode"]: one for one in line["finalists"]}
+    assert found["verified"]["identical_share"] == 1
+    assert found["verified"]["drop_bounds"][1] > 0
+    assert found["verified"]["proven"]
+    assert not found["sbd"]["proven"]
+    assert line["chosen"]["mode"] in ("verified", "ntp")  # a random drafter may save nothing
+    half = load(model.name, dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+    line, _ = tuned(half, items, [{"mode": "verified"}], tight)
+    assert not line["finalists"][0]["proven"]
+
+
+def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
+    judge(lambda mode, number: True)
+    kept: dict[int, list] = {}
+
+    def keep(run, sample):
+        kept.setdefault(run, []).append(sample)
+
+    whole, rounds = tuned(model, items, on_sample=keep)
+    assert sorted(len(some) for some in kept.values()) == [8] * 3 + [16] + [20] * 8
+    some = {number: list(samples) for number, samples in kept.items() if number % 3}
+    before = {number: len(samples) for number, samples in kept.items()}
+    again, more = tuned(model, items, known=lambda run: some.get(run, []), on_sample=keep)
+    assert (again, more) == (whole, rounds)
+    for number, samples in kept.items():
+        assert len(samples) == before[number] * (1 if number % 3 else 2)
+
+
+def test_by_clock(model, items, judge):
+    """Seconds per token, of the same items; here as an earlier run left them."""
+    judge(lambda mode, number: True)
+    kept: dict[int, list] = {}
+    two = candidates(model, SOME[:2], [4])
+    tuned(model, items, two, on_sample=lambda run, one: kept.setdefault(run, []).append(one))
+    baseline = max(kept) // 2  # the last candidate
+
+    def timed(run):
+        each = 2.0 if run // 2 == baseline else 0.5
+        return [replace(one, wall_s=each * len(one.token_ids)) for one in kept.get(run, [])]
+
+    line, _ = tuned(model, items, two, Target(0.4, 0.9, "clock"), known=timed)
+    assert [one["speed"] for one in line["finalists"]] == pytest.approx([4.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_drop": -0.1}, "max_drop must lie in"),
+        ({"max_drop": 1.0}, "max_drop must lie in"),
+        ({"confidence": 1.0}, "confidence must lie in"),
+        ({"by": "luck"}, "by must be one of clock, forwards, got 'luck'"),
+    ],
+)
+def test_bad_targets(fields, message):
+    good = {"max_drop": 0.01, "confidence": 0.9, "by": SPEEDS[0]}
+    with pytest.raises(ValueError, match=message):
+        Target(**good | fields)
+
+
+def test_items_needed():
+    """Between equal settings the bound is z^2 / (n + z^2)."""
+    target = Target(0.005, 0.95, "clock")
+    need = items_needed(target)
+    assert 800 < need < 1000
+    confidence = 1 - 0.05 / tune.FINALISTS
+    assert drop_bounds(0, 0, need, confidence)[1] <= 0.005
+    assert drop_bounds(0, 0, need - 1, confidence)[1] > 0.005
+
+
+# The command
+
+OPTIONS = (
+    *("--limit", "12", "--max-drop", "40", "--confidence", "0.8", "--by", "forwards"),
+    *("--solver", "fixed:2", "--solver", "entropy:inf", "--block-size", "4", "--block-size", "8"),
+    *("--batch-size", "4", "--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu"),
+)
+
+
+def test_command(run, checkpoint, tmp_path, judge):
+    judge(lambda mode, number: True)
+    folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "copy")
+    out = tmp_path / "tuned.json"
+    words = (folder, "--task", "json", *OPTIONS, "--out", out, "--mask-token-id", "7", "--write")
+    record = run("tune", *words, "--json").json
+    line = record["results"][0]
+    assert line["chosen"]["mode"] == "sbd"
+    assert record["rounds"][0]["items"] == 6
+    defaults = load(folder).defaults
+    assert defaults["solver"] == line["chosen"]["solver"]
+    assert defaults["block_size"] == line["chosen"]["block_size"]
+    assert json.loads(out.read_text()) == record
+    assert "is there already" in run("tune", *words).error
+    shown = run("tune", *words, "--resume").out
+    assert f"chosen: sbd {line['chosen']['solver']}" in shown
+
+
+def test_command_where_nothing_is_proven(run, checkpoint, judge):
+    judge(lambda mode, number: mode == "ntp")
+    folder = checkpoint("llama", settings={"trained": True})
+    before = (folder / "generation_config.json").read_text()
+    words = ("--task", "json", "--limit", "4", "--solver", "fixed:2", "--max-new-tokens", "4")
+    shown = run("tune", folder, *words, "--no-write", "--by", "forwards").out
+    assert "chosen: ntp, 1.00 times" in shown or "chosen: verified" in shown
+    assert (folder / "generation_config.json").read_text() == before
+
+
+def test_command_on_a_benchmark(run, checkpoint, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--task", "gsm8k", "--data", data, "--plain", "--solver", "fixed:2")
+    folder = checkpoint("llama", settings={"trained": True})
+    record = run("tune", folder, *words, "--max-new-tokens", "4", "--no-write", "--json").json
+    assert record["request"]["data"] == "rows.jsonl"
+    assert record["results"][0]["confirmed_on"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nano",), "'nano' is no checkpoint folder that the choice could be written into"),
+        (("nano", "--no-write", "--limit", "0"), "--limit must be at least 1, got 0"),
+        (("nano", "--no-write", "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
+        (("nano", "--no-write", "--plain"), "--plain is for benchmark tasks"),
+        (("nano", "--no-write", "--task", "gsm8k"), "task gsm8k needs its rows"),
+        (("nano", "--no-write", "--task", "json", "--limit", "1"), "needs at least 2 items"),
+        (("nano", "--no-write", "--data", "x", "--task", "prompts"), "--data is for one --task of"),
+        (("nano", "--no-write", "--solver", "best"), "solver must be one of"),
+        (("nano", "--no-write", "--resume"), "resume: no record to go on with"),
+        (("nano", "--no-write", "--max-drop", "-1"), "max_drop must lie in"),
+    ],
+)
+def test_wrong_words(run, words, message):
+    assert message in run("tune", *words).error
