@@ -3,13 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check setup train-demo clean
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+
+.PHONY: demo test test-browser check setup train-demo clean
 
 demo: $(VENV)/.base
 	$(BIN)/setblock demo
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The report's page in a headless Chromium: Debian's, installed where there is none.
+test-browser: setup
+	command -v chromium || command -v chromium-browser || \
+		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends chromium; }
+	$(PIP) --editable ".[browser]"
+	$(BIN)/python -m pytest tests_browser
 
 check: setup
 	$(BIN)/ruff check .

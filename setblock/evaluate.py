@@ -148,6 +148,7 @@ def _sample(
         logprob_nats=float(judged.logprobs.double().sum()),
         repetition=repetition(ids),
         wall_s=0.0,
+        reveal_step=generation.reveal_step,
     )
 
 

@@ -19,6 +19,7 @@ class Sample:
     logprob_nats: sum of their log-probabilities under next-token prediction by the same model.
     repetition: share of the answer's runs of NGRAM tokens that had occurred in it before.
     wall_s: seconds of decoding since the sample before.
+    reveal_step: for each token the forward that revealed it.
     """
 
     index: int
@@ -33,11 +34,13 @@ class Sample:
     logprob_nats: float
     repetition: float
     wall_s: float
+    reveal_step: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Sample":
         """The sample of a line of a file."""
-        return cls(**{**values, "token_ids": tuple(values["token_ids"])})
+        names = ("token_ids", "reveal_step")
+        return cls(**{**values, **{name: tuple(values[name]) for name in names}})
 
 
 @dataclass

@@ -261,6 +261,7 @@ FILES = {
     "roofline": "test_cli_planning.py",
     "plan": "test_plan.py",
     "tune": "test_tune.py",
+    "report": "test_report.py",
 }
 
 

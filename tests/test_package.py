@@ -33,7 +33,7 @@ LEVELS = (
     ("verified", "likelihood"),
     ("generation",),
     ("evaluate", "live", "watch", "benchmark", "lm_eval"),
-    ("answers", "tune"),
+    ("answers", "tune", "report"),
     ("finetune",),
     ("cli",),
     ("__main__",),

@@ -2,7 +2,7 @@
 
 import typer
 
-from setblock.cli import answering, benchmarking, measuring, planning, training, tuning
+from setblock.cli import answering, benchmarking, measuring, planning, reporting, training, tuning
 from setblock.cli.common import app, fail
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "main",
     "measuring",
     "planning",
+    "reporting",
     "training",
     "tuning",
 ]

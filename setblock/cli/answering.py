@@ -254,6 +254,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "nfe": generation.nfe,
         "prefill_forwards": generation.prefill_forwards,
         "tokens_per_forward": generation.tokens_per_forward,
+        "tokens": [model.decode([token]) for token in generation.token_ids],
         "reveal_step": generation.reveal_step,
         "entropy": generation.entropy,
         "wall_s": generation.wall_s,

@@ -69,9 +69,11 @@ def benchmark(
     forwards of 1, k and 2k tokens are timed.
     """
     from setblock import benchmark as measure
-    from setblock import nano
+    from setblock import machines, nano
     from setblock.generation import encode, settings_for
+    from setblock.plan import beside_measured
     from setblock.records import Journal
+    from setblock.roofline import DISPATCH_S
     from setblock.tasks import TASKS, load_items
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
@@ -110,11 +112,13 @@ def benchmark(
                 lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
                 for line in lines:
                     journal.finish({"task": "benchmark", "model": model.name, **line})
+    dimensions = machines.dimensions_of(model.network.config)
+    machine = machines.device_of(model.device, model.dtype)
     for batch in batch_size or [1]:
         with err.status(Text(f"single forwards, batches of {batch}")):
             lengths = cached or [128, 512]
             costs = measure.forward_costs(model, lengths, (1, size, 2 * size), batch, repeats)
-            record["forwards"] += costs
+            record["forwards"] += beside_measured(dimensions, machine, list(costs), DISPATCH_S)
     journal.save()
     if as_json:
         print_json(record)

@@ -1,0 +1,332 @@
+"""Records of measurements -> Markdown tables, plots, and one page in which answers replay."""
+
+import base64
+import html
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from setblock.live import NAMES
+
+KINDS = (
+    "the records of `setblock evaluate`, `benchmark` and `tune` (--out), and what `setblock demo "
+    "--json` prints"
+)
+PAGE = Path(__file__).with_name("report.html")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table: cells are texts."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """As GitHub draws it; the first column to the left, the others to the right."""
+        lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
+        cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+        return f"## {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+    def html(self) -> str:
+        """As a <table>."""
+
+        def row(cells: Iterable[str], tag: str) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(one)}</{tag}>' for one in cells)}</tr>"
+
+        body = "".join(row(one, "td") for one in self.rows)
+        head = f"<h2>{html.escape(self.title)}</h2>"
+        return f"{head}<div class=wide><table>{row(self.header, 'th')}{body}</table></div>"
+
+
+@dataclass
+class Measured:
+    """What the records hold, by kind.
+
+    accepted: for each of `scores` in mode "verified" whose samples are at hand: of the forwards
+    whose first j - 1 drafted tokens were accepted, the share that had the j-th accepted as well.
+    """
+
+    origins: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    contenders: list[dict[str, Any]] = field(default_factory=list)
+    forwards: list[dict[str, Any]] = field(default_factory=list)
+    tunings: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[tuple[str, list[float]]] = field(default_factory=list)
+
+
+def read(paths: Sequence[Path]) -> Measured:
+    """All records together.
+
+    Raises: ValueError naming a file that is none; OSError.
+    """
+    found = Measured()
+    for path in paths:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if "answers" in record:
+                found.answers += [_replayed(one) for one in record["answers"]]
+                continue
+            origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
+            found.origins.append({"file": path.name, **origin})
+            for run, line in enumerate(record["results"]):
+                if "contender" in line:
+                    found.contenders.append(line)
+                elif "finalists" in line:
+                    found.tunings.append(line)
+                else:
+                    found.scores.append(line)
+                    _accepted(found, path, run, line)
+            found.comparisons += record.get("comparisons", [])
+            found.forwards += record.get("forwards", [])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no record; those are {KINDS}") from error
+    return found
+
+
+def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
+    """What of an answer of the demo the page needs."""
+    names = ("prompt", "mode", "tokens", "reveal_step", "entropy", "nfe", "correct")
+    return {name: answer[name] for name in names}
+
+
+def _accepted(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
+    """Read the samples beside a record and add the shares of a verified line."""
+    samples = path.with_suffix(".samples.jsonl")
+    if line["mode"] != "verified" or not samples.is_file():
+        return
+    lengths: Counter[int] = Counter()
+    for row in samples.read_text(encoding="utf-8").splitlines():
+        sample = json.loads(row)
+        if sample["run"] == run:
+            counts = list(Counter(sample["reveal_step"]).values())
+            lengths.update(counts[1:-1])  # the prompt's forward has no draft, the last is cut
+    shares, most = [], max(lengths, default=1)
+    for drafted in range(1, most):
+        tried = sum(count for length, count in lengths.items() if length >= drafted)
+        shares.append(sum(n for length, n in lengths.items() if length > drafted) / tried)
+    if shares:
+        found.accepted.append((f"{line['task']}, {name_of(line)}", shares))
+
+
+def name_of(line: dict[str, Any]) -> str:
+    """Model and decoding of a line in a few words."""
+    return " ".join(filter(None, (Path(line["model"]).name, line["mode"], line["solver"])))
+
+
+def tables(found: Measured) -> list[Shown]:
+    """Those that the records have lines for."""
+    shown = []
+    if found.scores:
+        header = ("task, decoding", "n", "score", "95 %", "tokens per forward", "ended")
+        header += ("repetition", "log-prob of a token", "seconds")
+        shown.append(Shown("Scores", header, tuple(_score_row(line) for line in found.scores)))
+    if found.comparisons:
+        header = ("task, second against first", "only first right", "only second", "p (McNemar)")
+        header += ("same answers", "wall clock")
+        rows = tuple(
+            (
+                f"{one['task']}: {name_of(one['second'])} against {name_of(one['first'])}",
+                _cell(one["only_first"]),
+                _cell(one["only_second"]),
+                _cell(one["p_value"], ".3g"),
+                f"{one['identical_share']:.1%}",
+                f"{one['wall_clock_ratio']:.2f}x",
+            )
+            for one in found.comparisons
+        )
+        shown.append(Shown("On the same problems", header, rows))
+    if found.contenders:
+        header = ("decoding", "batch", "prompt tokens", "tokens per forward", "tokens per second")
+        header += ("speed-up, decoding", "with prompt", "same answers")
+        rows = tuple(
+            (
+                f"{Path(line['model']).name} {line['contender']}",
+                str(line["batch_size"]),
+                f"{line['prompt_tokens']:.0f}",
+                _cell(line["tokens_per_forward"], ".2f"),
+                f"{line['tokens_per_second']:.1f}",
+                *("{:.2f}x ({:.2f}-{:.2f})".format(line[name], *line[f"{name}_range"])
+                  for name in ("speedup", "total_speedup")),
+                f"{line['identical_share']:.1%}",
+            )
+            for line in found.contenders
+        )  # fmt: skip
+        shown.append(Shown("Wall clock against token by token", header, rows))
+    if found.forwards:
+        header = ("query tokens", "batch", "cached", "ms", "against one", "predicted")
+        rows = tuple(
+            (
+                *(str(line[name]) for name in ("queries", "batch_size", "cached")),
+                f"{1000 * line['seconds']:.2f}",
+                f"{line['ratio']:.2f}",
+                _cell(line.get("predicted_ratio"), ".2f"),
+            )
+            for line in found.forwards
+        )
+        shown.append(Shown("One forward", header, rows))
+    for line in found.tunings:
+        header = ("setting", "score", "loss", "at most", "speed", "proven")
+        rows = tuple(
+            (
+                " ".join(str(one[name]) for name in ("mode", "solver", "block_size") if one[name]),
+                f"{one['score']:.1%}",
+                f"{100 * one['drop']:.1f}",
+                f"{100 * one['drop_bounds'][1]:.1f}",
+                f"{one['speed']:.2f}x",
+                "yes" if one["proven"] else "no",
+            )
+            for one in line["finalists"]
+        )
+        chosen = " ".join(
+            str(line["chosen"][name])
+            for name in ("mode", "solver", "block_size")
+            if line["chosen"][name]
+        )
+        most = f"at most {100 * line['max_drop']:g} points lost at {line['confidence']:.0%}"
+        shown.append(Shown(f"Tuning of {line['model']}, {most}: {chosen}", header, rows))
+    return shown
+
+
+def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
+    form = ".3f" if line["task"] == "perplexity" else ".1%"
+    low_high = line["interval"] or ()
+    return (
+        f"{line['task']}, {name_of(line)}",
+        str(line["n"]),
+        _cell(line["score"], form),
+        " to ".join(f"{end:{form}}" for end in low_high),
+        f"{line['tokens_per_forward']:.2f}",
+        _cell(line.get("eos_share"), ".1%"),
+        _cell(line.get("repetition"), ".1%"),
+        _cell(line.get("logprob_nats"), ".3f"),
+        f"{line['wall_s']:.1f}",
+    )
+
+
+def _cell(value: Any, form: str = "") -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
+    """PNG files of what the records have points for, each with its title.
+
+    Raises: ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plots need matplotlib: pip install "setblock[plot]"') from error
+    drawn: list[tuple[Path, str]] = []
+
+    def save(figure: Any, name: str, title: str) -> None:
+        figure.axes[0].set_title(title)
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=120)
+        drawn.append((path, title))
+
+    def panel(x: str, y: str) -> tuple[Any, Any]:
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        return figure, axes
+
+    judged = [line for line in found.scores if line["interval"] and line["task"] != "perplexity"]
+    if judged:
+        figure, axes = panel("tokens per forward", "score, 95 % interval")
+        for task in dict.fromkeys(line["task"] for line in judged):
+            lines = [line for line in judged if line["task"] == task]
+            lines.sort(key=lambda line: line["tokens_per_forward"])
+            x, y = ([line[name] for line in lines] for name in ("tokens_per_forward", "score"))
+            low, high = (
+                [max(sign * (line["interval"][end] - line["score"]), 0.0) for line in lines]
+                for end, sign in ((0, -1), (1, 1))
+            )
+            axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=task)
+        axes.legend()
+        save(figure, "score", "Score against tokens per forward")
+    if found.scores:
+        figure, axes = panel("", "tokens per forward")
+        names = [f"{line['task']}\n{name_of(line)}" for line in found.scores]
+        axes.bar(range(len(names)), [line["tokens_per_forward"] for line in found.scores])
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        save(figure, "tokens", "Tokens per forward by task")
+    if found.forwards:
+        figure, axes = panel("query tokens", "seconds against a forward of one token")
+        places = dict.fromkeys((line["batch_size"], line["cached"]) for line in found.forwards)
+        for number, place in enumerate(places):
+            lines = [one for one in found.forwards if (one["batch_size"], one["cached"]) == place]
+            x = [line["queries"] for line in lines]
+            label = f"batch {place[0]}, {place[1]} cached"
+            axes.plot(x, [one["ratio"] for one in lines], f"C{number}o-", label=label)
+            if all("predicted_ratio" in one for one in lines):
+                predicted = [one["predicted_ratio"] for one in lines]
+                axes.plot(x, predicted, f"C{number}x--", label=f"{label}, roofline")
+        axes.legend(fontsize=8)
+        save(figure, "forwards", "What a wider forward costs: measured and roofline")
+    if found.accepted:
+        figure, axes = panel("offset of the drafted token", "accepted behind accepted ones")
+        for label, shares in found.accepted:
+            axes.plot(range(1, len(shares) + 1), shares, "o-", label=label)
+        axes.set_ylim(0, 1.02)
+        axes.legend(fontsize=8)
+        save(figure, "acceptance", "Acceptance by offset in the draft")
+    return drawn
+
+
+def markdown(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, str]]) -> str:
+    """The whole report as one Markdown page."""
+    parts = ["# Measurements", *(one.markdown() for one in shown)]
+    parts += [f"![{title}]({path.name})" for path, title in plots]
+    if found.origins:
+        parts.append("## Where the numbers come from")
+        parts.append("\n".join(f"- {_origin(one)}" for one in found.origins))
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(one: dict[str, Any]) -> str:
+    machine = one["machine"]
+    place = machine["cuda"] or f"{machine['cores']} cores of {machine['cpu']}"
+    return f"`{one['file']}`: `{one['command']}`, commit {one['commit']}, {place}, {one['date']}"
+
+
+def page(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, str]]) -> str:
+    """The whole report as one HTML page that needs nothing else; answers replay in it."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for answer in found.answers:
+        named = {**answer, "name": NAMES[answer["mode"]]}
+        groups.setdefault(answer["prompt"], []).append(named)
+    data = json.dumps([{"prompt": prompt, "answers": some} for prompt, some in groups.items()])
+    pictures = "".join(
+        f'<figure><img alt="{html.escape(title)}" '
+        f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
+        for path, title in plots
+    )
+    origins = "".join(f"<li>{html.escape(_origin(one))}</li>" for one in found.origins)
+    parts = {
+        "DATA": data.replace("</", "<\\/"),  # text of a model must not end the script
+        "TABLES": "".join(one.html() for one in shown),
+        "PLOTS": pictures,
+        "ORIGINS": f"<h2>Where the numbers come from</h2><ul>{origins}</ul>" if origins else "",
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    for name, content in parts.items():
+        text = text.replace(f"<!--{name}-->", content)
+    return text
+
+
+def write(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Write report.md, its plots and index.html into the folder; the files, in that order."""
+    found = read(paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown, plots = tables(found), draw(found, folder)
+    texts = {"report.md": markdown(found, shown, plots), "index.html": page(found, shown, plots)}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / "report.md", *(path for path, _ in plots), folder / "index.html"]

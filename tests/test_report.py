@@ -1,0 +1,137 @@
+"""Records -> tables, plots and a page; the page itself is opened in tests_browser/."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from setblock import evaluate, nano, report
+from setblock.loading import load
+from setblock.records import new_record, save_record
+
+FEW: dict[str, Any] = {"max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint) -> Path:
+    return checkpoint("llama", settings={"trained": True, "block_size": 4})
+
+
+@pytest.fixture
+def records(run, folder, tmp_path, short_demo) -> dict[str, Path]:
+    """One file of each kind, made by the commands."""
+    files = {name: tmp_path / f"{name}.json" for name in ("scores", "bench", "tuned", "demo")}
+    few = ("--limit", "4", "--max-new-tokens", "8")
+    modes = ("--mode", "ntp", "--mode", "verified", "--branches", "2", "--block-size", "4")
+    run(
+        "evaluate",
+        folder,
+        "--task",
+        "json",
+        "--task",
+        "code",
+        *modes,
+        *few,
+        "--out",
+        files["scores"],
+    )
+    run(
+        *("benchmark", folder, "--limit", "1", "--repeats", "1", "--max-new-tokens", "4"),
+        *("--cached", "8", "--out", files["bench"]),
+    )
+    solver = ("--solver", "fixed:2", "--by", "forwards", "--no-write")
+    run("tune", folder, "--task", "json", *few, *solver, "--out", files["tuned"])
+    answer = run("demo", "--model", folder, "--prompt", "a </script> b", "--prompt", "c", "--json")
+    files["demo"].write_text(answer.out)
+    return files
+
+
+def test_everything_is_shown(run, records, tmp_path):
+    out = tmp_path / "report"
+    found = run("report", *records.values(), "--out", out, "--json").json["files"]
+    names = [Path(file).name for file in found]
+    plots = ["score.png", "tokens.png", "forwards.png"]
+    assert [name for name in names if name != "acceptance.png"] == [
+        "report.md", *plots, "index.html"
+    ]  # fmt: skip
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    text = (out / "report.md").read_text()
+    for title in (
+        "Scores",
+        "On the same problems",
+        "Wall clock against",
+        "One forward",
+        "Tuning of",
+    ):
+        assert f"\n## {title}" in text
+    scores = json.loads(records["scores"].read_text())
+    for line in scores["results"]:
+        assert f"| {line['score']:.1%} |" in text
+        assert f"| {line['tokens_per_forward']:.2f} |" in text
+    assert scores["commit"] is None or scores["commit"] in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) > 15
+    page = (out / "index.html").read_text()
+    for title in ("Scores", "One forward"):
+        assert f"<h2>{title}</h2>" in page
+    assert page.count("data:image/png;base64,") == len(names) - 2
+    assert not re.search(r'(src|href)="(?!data:)', page)  # needs nothing else
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
+    assert [one["prompt"] for one in data] == ["a </script> b", "c"]
+    for one in data:
+        assert [answer["mode"] for answer in one["answers"]] == ["ntp", "sbd"]
+        for answer in one["answers"]:
+            assert len(answer["tokens"]) == len(answer["reveal_step"]) == len(answer["entropy"])
+            assert max(answer["reveal_step"]) <= answer["nfe"]
+
+
+def test_one_kind_alone(run, records, tmp_path):
+    shown = run("report", records["demo"], "--out", tmp_path / "demo").out
+    assert shown.split() == [str(tmp_path / "demo" / name) for name in ("report.md", "index.html")]
+
+
+def test_acceptance_by_offset(folder, tmp_path):
+    """From samples made up: forwards of 3, 2, 1 and 3 tokens between the first and the last."""
+    model = load(folder)
+    line, score = evaluate.run(
+        model, "json", nano.problems("json", "test", 1), 1, mode="verified", branches=1, **FEW
+    )
+    steps = [1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6]
+    sample = asdict(score.samples[0]) | {"reveal_step": steps}
+    record = new_record() | {"results": [line]}
+    save_record(record, tmp_path / "some.json")
+    (tmp_path / "some.samples.jsonl").write_text(json.dumps({"run": 0, **sample}) + "\n")
+    [(label, shares)] = report.read([tmp_path / "some.json"]).accepted
+    assert "verified" in label
+    assert shares == [
+        3 / 4,
+        2 / 3,
+    ]  # of four forwards three took one drafted token, two of those two
+    assert "acceptance.png" in [
+        file.name for file in report.write([tmp_path / "some.json"], tmp_path)
+    ]
+
+
+def test_samples_keep_the_forward_of_each_token(folder):
+    _, score = evaluate.run(
+        load(folder), "json", nano.problems("json", "test", 1), 1, mode="sbd", **FEW
+    )
+    [sample] = score.samples
+    assert len(sample.reveal_step) == len(sample.token_ids)
+    assert max(sample.reveal_step) <= sample.nfe
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{}]}', '{"answers": [{}]}'])
+def test_files_that_are_no_record(run, tmp_path, content):
+    file = tmp_path / "wrong.json"
+    file.write_text(content)
+    error = run("report", file, "--out", tmp_path / "out").error
+    assert f"{file} is no record; those are the records of `setblock evaluate`" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file(run, tmp_path):
+    assert "No such file" in run("report", tmp_path / "none", "--out", tmp_path).error
