@@ -18,7 +18,7 @@ from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
 from setblock.scores import Z_95, Sample, Score, repetition
-from setblock.tasks import TASKS, Item, Task
+from setblock.tasks import TASKS, Item, Rows, Task
 
 PERPLEXITY = "perplexity"
 
@@ -30,7 +30,7 @@ class Form:
     task: Task
     chat: bool = True
     examples: tuple[Item, ...] = ()
-    data: Path | None = None
+    data: Rows | None = None
 
     def prompt(self, item: Item) -> str:
         """The text of an item."""
@@ -38,13 +38,12 @@ class Form:
 
     def describe(self) -> dict[str, Any]:
         """What a line of a record says of it."""
-        digest = hashlib.sha256(self.data.read_bytes()).hexdigest() if self.data else None
         return {
             "task_version": self.task.version,
             "chat": self.chat,
             "shots": len(self.examples),
             "data": self.data.name if self.data else None,
-            "data_sha256": digest,
+            "data_sha256": self.data.sha256 if self.data else None,
         }
 
 

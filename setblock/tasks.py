@@ -6,6 +6,7 @@ and Spec-Bench, which have no right answer and serve to measure speed.
 """
 
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,29 +53,67 @@ class Task:
         return "".join(solved) + form.format(prompt=item.prompt)
 
 
-def load_items(task: Task, path: Path, limit: int | None = None) -> list[Item]:
-    """The items of a JSON, JSONL or gzipped JSONL file.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a file or a hub dataset, not looked at yet.
 
-    Raises: ValueError naming file and row for a row that is not of the task's form; OSError.
+    sha256: of the file's bytes, or of the rows as JSON.
     """
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        text = file.read()
+
+    name: str
+    sha256: str
+    rows: tuple[Any, ...]
+
+
+def read_rows(data: str | Path, split: str = "test") -> Rows:
+    """A JSON, JSONL or gzipped JSONL file, or a hub dataset, owner/name or owner/name:config.
+
+    split: of a hub dataset.
+    Raises: ValueError for what can't be read; OSError for a file that is not there.
+    """
+    path = Path(data)
+    if not path.exists() and str(data).count("/") == 1 and not path.suffix:
+        return _hub_rows(str(data), split)
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else None
-        lines = text.splitlines()
-        rows = rows or [json.loads(line) for line in lines if line.strip()]
+        rows = rows or [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
+    return Rows(path.name, digest, tuple(rows))
+
+
+def _hub_rows(name: str, split: str) -> Rows:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError('hub datasets need datasets: pip install "setblock[eval]"') from error
+    try:
+        dataset: Any = load_dataset(*name.split(":", 1), split=split)
+        rows = tuple(dataset)
+    except Exception as error:  # every reader and the hub raise classes of their own
+        raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
+    content = json.dumps(rows, sort_keys=True, default=str)
+    return Rows(name, hashlib.sha256(content.encode()).hexdigest(), rows)
+
+
+def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
+    """The items of the rows.
+
+    Raises: ValueError naming source and row for a row that is not of the task's form.
+    """
     items = []
-    for number, row in enumerate(rows[:limit], start=1):
+    for number, row in enumerate(data.rows[:limit], start=1):
         try:
             items.append(task.read(row, number))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             wrong = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}, row {number}: not of task {task.name}: {wrong}") from error
+            place = f"{data.name}, row {number}"
+            raise ValueError(f"{place}: not of task {task.name}: {wrong}") from error
     if not items:
-        raise ValueError(f"{path}: no rows")
+        raise ValueError(f"{data.name}: no rows")
     return items
 
 

@@ -79,7 +79,8 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
         (["--task", "svamp"], "--data is for one --task of gsm8k, svamp"),
         (["--shots", "1"], "--shots and --shots-data need each other; got 1 and None"),
         (["--shots", "2", "--shots-data", examples], f"--shots 2: {examples} has 1 rows"),
-        (["--held-out"], "--split and --held-out are for the nano tasks"),
+        (["--held-out"], "--held-out is for the nano tasks"),
+        (["--split", "test"], "a file is one split"),
     ):
         assert message in run("evaluate", trained, *words, *wrong).error
     assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error

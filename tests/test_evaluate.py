@@ -16,7 +16,7 @@ from setblock.generation import generate, settings_for
 from setblock.loading import load
 from setblock.model import Model
 from setblock.scores import Score, repetition, wilson_interval
-from setblock.tasks import TASKS, Item, Task, load_items
+from setblock.tasks import TASKS, Item, Task, load_items, read_rows
 
 SBD: dict[str, Any] = {
     "mode": "sbd", "solver": "entropy:1.5", "block_size": 6, "max_new_tokens": 12,
@@ -230,9 +230,10 @@ def sums(tmp_path) -> Path:
 
 def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     task = TASKS["gsm8k"]
-    items = load_items(task, sums)
+    rows = read_rows(sums)
+    items = load_items(task, rows)
     right = Task(**{**vars(task), "check": lambda item, text: int(item.target) % 2 == 0})
-    form = evaluate.Form(right, chat=False, examples=tuple(items[:2]), data=sums)
+    form = evaluate.Form(right, chat=False, examples=tuple(items[:2]), data=rows)
     asked: list[str] = []
     encode = model.encode
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from setblock.tasks import TASKS, Item, code_of, final_number, load_items
+from setblock.tasks import TASKS, Item, code_of, final_number, load_items, read_rows
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\nSo $1,205.\n#### 1,205"},
@@ -185,8 +185,8 @@ def test_files_of_every_kind(tmp_path) -> None:
         file.write(lines)
     expected = [TASKS["gsm8k"].read(row, number) for number, row in enumerate(rows, start=1)]
     for name in ("a.jsonl", "a.json", "a.jsonl.gz"):
-        assert load_items(TASKS["gsm8k"], tmp_path / name) == expected
-        assert load_items(TASKS["gsm8k"], tmp_path / name, limit=1) == expected[:1]
+        assert load_items(TASKS["gsm8k"], read_rows(tmp_path / name)) == expected
+        assert load_items(TASKS["gsm8k"], read_rows(tmp_path / name), limit=1) == expected[:1]
 
 
 @pytest.mark.parametrize(
@@ -206,4 +206,27 @@ def test_files_that_are_refused(tmp_path: Path, name, content, message) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
-        load_items(TASKS[name], file)
+        load_items(TASKS[name], read_rows(file))
+
+
+def test_a_hub_dataset(monkeypatch):
+    asked = []
+
+    def load_dataset(*words, split):
+        asked.append((*words, split))
+        return [ROWS["gsm8k"]]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    rows = read_rows("openai/gsm8k:main", "train")
+    assert asked == [("openai/gsm8k", "main", "train")]
+    assert rows.name == "openai/gsm8k:main"
+    assert load_items(TASKS["gsm8k"], rows)[0].target == 1205
+    assert read_rows("owner/other").sha256 == rows.sha256
+    assert asked[1] == ("owner/other", "test")
+
+
+def test_a_hub_dataset_that_can_not_be_had():
+    with pytest.raises(ValueError, match="can't read data 'nobody/nothing': "):
+        read_rows("nobody/nothing")
+    with pytest.raises(OSError, match="No such file"):
+        read_rows("nobody/nothing.jsonl")

@@ -31,7 +31,7 @@ def benchmark(
         str | None,
         typer.Option(help="Whose prompts, with --data. Default: those of the bundled model."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="The task's file, as for `evaluate`.")] = None,
+    data: Annotated[str | None, typer.Option(help="The task's rows, as for `evaluate`.")] = None,
     limit: Annotated[int, typer.Option(help="Prompts.")] = 8,
     batch_size: Annotated[
         list[int] | None, typer.Option(help="Prompts answered together; again. Default: 1.")
@@ -74,7 +74,7 @@ def benchmark(
     from setblock.plan import beside_measured
     from setblock.records import Journal
     from setblock.roofline import DISPATCH_S
-    from setblock.tasks import TASKS, load_items
+    from setblock.tasks import TASKS, load_items, read_rows
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
@@ -88,7 +88,7 @@ def benchmark(
     if task is not None and task not in TASKS:
         raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
     if task and data:
-        rows = load_items(TASKS[task], data, limit)
+        rows = load_items(TASKS[task], read_rows(data), limit)
         texts = [TASKS[task].prompt(row, (), True) for row in rows]
     else:
         each = -(-limit // len(nano.FAMILIES))

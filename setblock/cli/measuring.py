@@ -50,13 +50,20 @@ def evaluate(
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="The task's file: JSON, JSONL or gzipped JSONL.")
+        str | None,
+        typer.Option(
+            help="The task's rows: a JSON, JSONL or gzipped JSONL file, or a hub dataset such as "
+            "openai/gsm8k:main."
+        ),
     ] = None,
     shots: Annotated[
         int, typer.Option(help="Solved examples before each question, with --data.")
     ] = 0,
     shots_data: Annotated[
-        Path | None, typer.Option(help="Their file; its first rows are taken.")
+        str | None,
+        typer.Option(
+            help="Their rows, likewise, of a hub dataset its train split; the first are taken."
+        ),
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
@@ -68,7 +75,10 @@ def evaluate(
             "model's context."
         ),
     ] = None,
-    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    split: Annotated[
+        str | None,
+        typer.Option(help="validation or test; of a hub dataset any. Default: test."),
+    ] = None,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Problems in wordings that training never saw.")
     ] = False,
@@ -139,9 +149,10 @@ def evaluate(
             raise ValueError(f"--{useless[0]}: perplexity reads text and decodes none")
         if data is None:
             raise ValueError("task perplexity needs its text: --data FILE")
-        request = {**models, "data": data.name, "limit": limit, "window": window}
+        path = Path(data)
+        request = {**models, "data": path.name, "limit": limit, "window": window}
         journal = Journal(request, out_file, resume)
-        _judge_texts(journal, data, limit, window, models)
+        _judge_texts(journal, path, limit, window, models)
         _show(journal.record, as_json)
         return
     if window is not None:
@@ -170,10 +181,11 @@ def evaluate(
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     problems: dict[str, Any]
-    if form and data:
-        problems = {form.task.name: load_items(form.task, data, limit)}
+    if form and form.data:
+        problems = {form.task.name: load_items(form.task, form.data, limit)}
     else:
         families = evaluation.families(task or ["nano"])
+        split = split or "test"
         problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     if form and not form.chat:
@@ -259,25 +271,28 @@ def _show(record: dict[str, Any], as_json: bool) -> None:
 
 def _task_form(
     tasks: list[str],
-    data: Path,
+    data: str,
     shots: int,
-    shots_data: Path | None,
+    shots_data: str | None,
     plain: bool,
-    split: str,
+    split: str | None,
     held_out: bool,
 ) -> "Form":
     """How the one benchmark task that --data is for is put."""
     from setblock.evaluate import Form
-    from setblock.tasks import TASKS, load_items
+    from setblock.tasks import TASKS, load_items, read_rows
 
     if len(tasks) != 1 or tasks[0] not in TASKS:
         raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {tasks or None}")
-    if held_out or split != "test":
-        raise ValueError("--split and --held-out are for the nano tasks; --data is one split")
+    if held_out:
+        raise ValueError("--held-out is for the nano tasks")
+    if split is not None and Path(data).exists():
+        raise ValueError("--split is for the nano tasks and for hub datasets; a file is one split")
     if shots < 0 or bool(shots) != (shots_data is not None):
         raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
     task = TASKS[tasks[0]]
-    examples = tuple(load_items(task, shots_data, shots)) if shots_data else ()
+    solved = read_rows(shots_data, "train") if shots_data else None
+    examples = tuple(load_items(task, solved, shots)) if solved else ()
     if len(examples) < shots:
         raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")
-    return Form(task, not plain, examples, data)
+    return Form(task, not plain, examples, read_rows(data, split or "test"))

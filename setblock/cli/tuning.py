@@ -30,8 +30,9 @@ def tune(
         list[str] | None,
         typer.Option(help="As for `evaluate`, one with right answers. Default: nano."),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="The task's file: JSON, JSONL or gzipped JSONL.")
+    data: Annotated[str | None, typer.Option(help="The task's rows, as for `evaluate`.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Of a hub dataset. Default: validation.")
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Plain text, no chat template, with --data.")
@@ -89,7 +90,7 @@ def tune(
     from setblock.checkpoint import write_settings
     from setblock.records import Journal
     from setblock.scores import Sample
-    from setblock.tasks import TASKS, load_items
+    from setblock.tasks import TASKS, load_items, read_rows
 
     target = tuning.Target(max_drop / 100, confidence, by)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
@@ -102,16 +103,19 @@ def tune(
         )
     form, items = None, []
     if data is None:
-        if plain:
-            raise ValueError("--plain is for benchmark tasks, with --data")
+        if plain or split:
+            raise ValueError("--plain and --split are for benchmark tasks, with --data")
         for family in evaluate.families(task or ["nano"]):
             items += nano.problems(family, "validation", limit)
     else:
         if not task or len(task) != 1 or task[0] not in TASKS or TASKS[task[0]].check is None:
             known = ", ".join(name for name, one in TASKS.items() if one.check)
             raise ValueError(f"--data is for one --task of {known}; got {task}")
-        form = evaluate.Form(TASKS[task[0]], chat=not plain, data=data)
-        items = load_items(TASKS[task[0]], data, limit)
+        if split is not None and Path(data).exists():
+            raise ValueError("--split is for hub datasets; a file is one split")
+        rows = read_rows(data, split or "validation")
+        form = evaluate.Form(TASKS[task[0]], chat=not plain, data=rows)
+        items = load_items(TASKS[task[0]], rows, limit)
     if len(items) < 2:
         raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
     model = load_model(model_name, dtype, device, mask_token_id)
