@@ -113,12 +113,27 @@ def _load_whole(
             raise
         raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}")
+        tied = missing == ["lm_head.weight"]
+        remedy = "; if it is its input embedding, set tie_word_embeddings to true in config.json"
+        raise ModelError(
+            f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}{remedy * tied}"
+        )
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
+    elif config.tie_word_embeddings and not _shares_embedding(network):
+        raise ModelError(
+            f"{name!r} has an output layer of its own, but its config.json says that it is the "
+            "input embedding: set tie_word_embeddings to false there"
+        )
     if not four_bit:
         network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
     return Model(network, tokenizer, name, mask_token_id, settings)
+
+
+def _shares_embedding(network: PreTrainedModel) -> bool:
+    """Whether the output layer is the input embedding."""
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    return head is None or rows_of(head).data_ptr() == rows_of(embedding).data_ptr()
 
 
 def _base_of(source: str) -> str | None:

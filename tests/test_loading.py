@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import make_tokenizer
+from conftest import copied, make_tokenizer
 from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, token_id, uncached
 
@@ -165,6 +165,20 @@ def test_a_checkpoint_that_lacks_weights(checkpoint, tmp_path):
     model.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"lacks 1 weights, among them 'model\.layers\.1\.mlp"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "message"),
+    [
+        ("llama", True, "has an output layer of its own, .*: set tie_word_embeddings to false"),
+        ("llama-tied", False, "lacks 1 weights, .*lm_head.*set tie_word_embeddings to true in"),
+    ],
+)
+def test_a_config_that_is_wrong_about_the_head(checkpoint, tmp_path, kind, tied, message):
+    """transformers would load both; growing the embedding would then replace or invent a head."""
+    folder = copied(checkpoint(kind), tmp_path / kind, "config.json", tie_word_embeddings=tied)
+    with pytest.raises(ModelError, match=message):
+        load(folder)
 
 
 def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
