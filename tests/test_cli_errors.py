@@ -262,6 +262,7 @@ FILES = {
     "plan": "test_plan.py",
     "tune": "test_tune.py",
     "report": "test_report.py",
+    "export": "test_export.py",
 }
 
 

@@ -2,7 +2,16 @@
 
 import typer
 
-from setblock.cli import answering, benchmarking, measuring, planning, reporting, training, tuning
+from setblock.cli import (
+    answering,
+    benchmarking,
+    measuring,
+    planning,
+    reporting,
+    serving,
+    training,
+    tuning,
+)
 from setblock.cli.common import app, fail
 
 __all__ = [
@@ -13,6 +22,7 @@ __all__ = [
     "measuring",
     "planning",
     "reporting",
+    "serving",
     "training",
     "tuning",
 ]

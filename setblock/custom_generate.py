@@ -1,0 +1,176 @@
+"""transformers' `model.generate(...)` by this package: what an exported checkpoint's code calls.
+
+`setblock.export` writes a checkpoint whose custom_generate/generate.py leads here, so that
+`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True).generate(input_ids=...)`,
+`transformers serve` and lm-eval's `hf` model decode by blocks. Whatever transformers' `generate`
+has and this package has not is refused by name; nothing is ignored but what changes no token.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from setblock.generation import Options, stream
+from setblock.model import Model
+
+OWN = (
+    "mode", "solver", "block_size", "seed", "next_token_seed", "fallback", "draft", "branches",
+    "seeds",
+)  # fmt: skip
+# Settings of transformers' generation that are ours as well.
+SHARED = (
+    "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "eos_token_id",
+    "pad_token_id", "bos_token_id", "stop_strings", "suppress_tokens", "transformers_version",
+)  # fmt: skip
+# Those that change no token: caches, speed, or the form that our own code fills in.
+HARMLESS = (
+    "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "compile_config",
+    "disable_compile", "_from_model_config", "max_matching_ngram_size", "prefill_chunk_size",
+    "tokenizer", "trust_remote_code", "synced_gpus", "continuous_batching_config",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "is_assistant",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def generate(
+    inputs: Int[Tensor, "batch width"] | None = None,
+    *,
+    model: Any,
+    input_ids: Int[Tensor, "batch width"] | None = None,
+    attention_mask: Int[Tensor, "batch width"] | None = None,
+    generation_config: GenerationConfig | None = None,
+    streamer: Any = None,
+    **given: Any,
+) -> Int[Tensor, "batch longest"]:
+    """The prompts followed by their answers, padded on the right, as transformers returns them.
+
+    given: settings of transformers' generation that this package has too (max_new_tokens,
+    do_sample, temperature, top_p, top_k, eos_token_id, pad_token_id, stop_strings with tokenizer),
+    and our own: mode, solver, block_size, seed, next_token_seed, fallback, draft, branches, seeds.
+    Without a seed, sampling takes one from torch's generator, so that torch.manual_seed holds.
+    Raises: ValueError naming what is not supported or out of range.
+    """
+    prompts = input_ids if input_ids is not None else inputs
+    if prompts is None:
+        raise ValueError("generate needs input_ids: embeddings are not supported")
+    own = {name: given.pop(name) for name in OWN if given.get(name) is not None}
+    tokenizer = given.pop("tokenizer", None)
+    config, usual = _config(model, generation_config, given)
+    wrapped = _wrapped(model, tokenizer)
+    options: Options = {**own}  # type: ignore[typeddict-item]
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = config.max_length - prompts.shape[1] if config.max_length else 256
+    options["max_new_tokens"] = limit
+    if config.do_sample:
+        options["temperature"] = 1.0 if config.temperature is None else config.temperature
+        options["top_p"] = 1.0 if config.top_p is None else config.top_p
+        options["top_k"] = usual.top_k or 0 if config.top_k is None else config.top_k
+        options.setdefault("seed", int(torch.randint(2**31, ())))
+    if config.stop_strings:
+        stop = config.stop_strings
+        options["stop"] = [stop] if isinstance(stop, str) else list(stop)
+    if config.eos_token_id is not None:
+        ends = config.eos_token_id
+        wrapped.eos_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+    shown = torch.ones_like(prompts) if attention_mask is None else attention_mask
+    rows = [ids[seen.bool()].tolist() for ids, seen in zip(prompts, shown, strict=True)]
+    if streamer is not None:
+        if len(rows) > 1:
+            raise ValueError(f"streamer takes one prompt at a time, got {len(rows)}")
+        streamer.put(prompts.cpu())
+    answers = _decode(wrapped, rows, streamer, options)
+    longest = max(map(len, answers))
+    pad = wrapped.pad_token_id if config.pad_token_id is None else config.pad_token_id
+    found = prompts.new_full((len(rows), longest), pad)
+    for row, answer in enumerate(answers):
+        found[row, : len(answer)] = torch.tensor(answer)
+    return torch.cat((prompts, found), dim=1)
+
+
+def _decode(
+    model: Model, rows: list[list[int]], streamer: Any, options: Options
+) -> list[tuple[int, ...]]:
+    """Each row's token ids; the streamer is given them as they are committed, in order."""
+    answers: dict[int, tuple[int, ...]] = {}
+    slots: dict[int, int] = {}
+    sent = 0
+    for reveal in stream(model, rows, **options):
+        if reveal.generation is not None:
+            answers[reveal.row] = reveal.generation.token_ids
+        if streamer is None:
+            continue
+        slots |= dict(reveal.drafts)
+        if reveal.generation is not None:
+            slots = dict(enumerate(reveal.generation.token_ids))
+        fresh = []
+        while sent in slots and not (fresh and fresh[-1] in model.eos_token_ids):
+            fresh.append(slots[sent])
+            sent += 1
+        if fresh:
+            streamer.put(torch.tensor(fresh))
+    if streamer is not None:
+        streamer.end()
+    return [answers[row] for row in range(len(rows))]
+
+
+def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) -> tuple[Any, Any]:
+    """(the settings that hold, transformers' own defaults); refuses what this package has not."""
+    config = copy.deepcopy(config or model.generation_config)
+    assert config is not None
+    usual = GenerationConfig()
+    known = config.to_dict().keys() | usual.to_dict().keys()
+    for name, value in given.items():
+        if name not in known and name not in HARMLESS and value is not None:
+            raise ValueError(
+                f"{name} is not supported by set block decoding; known are {', '.join(OWN)} and "
+                f"{', '.join(SHARED)}"
+            )
+    asked = {name: value for name, value in given.items() if name in known}
+    standard = usual.to_dict()
+    for name, value in {**config.to_dict(), **asked}.items():
+        if name in (*SHARED, *HARMLESS, "setblock") or value in (None, False, [], {}):
+            continue
+        if name not in standard or value not in (standard[name], *_NEUTRAL.get(name, ())):
+            raise ValueError(
+                f"{name}={value!r} is not supported by set block decoding: leave it out, or decode "
+                "token by token without trust_remote_code"
+            )
+    config.update(**asked)
+    return config, usual
+
+
+# Values that say "off" in another way than by being transformers' default.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "diversity_penalty": (0.0,),
+    "num_beam_groups": (1,),
+    "guidance_scale": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+}
+
+
+def _wrapped(network: Any, tokenizer: Any) -> Model:
+    """The network as a Model, made once; its tokenizer from its own folder where none is given."""
+    known = getattr(network, "_setblock", None)
+    if known is None:
+        name = network.config._name_or_path
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+        settings = getattr(network.generation_config, "setblock", None)
+        known = Model(network, tokenizer, name, settings=settings)
+        network._setblock = known
+    return copy.copy(known)  # this call's end tokens stay its own

@@ -1,0 +1,59 @@
+"""Checkpoints that stock tools decode by blocks."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from setblock.checkpoint import write_settings
+from setblock.model import Model
+
+# Stock transformers runs this file with trust_remote_code=True; without, it decodes token by token.
+GENERATE = '''\
+"""Decode by set blocks; written by `setblock export`."""
+
+
+def generate(*inputs, model, **settings):
+    try:
+        from setblock.custom_generate import generate as decode
+    except ImportError as error:
+        raise ImportError(
+            "this checkpoint decodes by set blocks: pip install setblock"
+        ) from error
+    return decode(*inputs, model=model, **settings)
+'''
+
+
+def export(model: Model, folder: Path) -> None:
+    """Write the model with its tokenizer, settings and the code that stock transformers calls.
+
+    An adapter is folded in. The mask token is suppressed, so that decoding without our code,
+    token by token, never says it.
+    Raises: ValueError for a gated adapter and for a folder that is not empty.
+    """
+    if model.gated:
+        raise ValueError(
+            f"{model.name} is a gated adapter: it acts on masked positions alone, which stock "
+            "transformers has no place for; load it by setblock, beside its base"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
+    network: Any = model.network
+    network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    write_settings(
+        folder,
+        **model.defaults,
+        mask_token_id=model.mask_token_id,
+        trained=model.trained,
+        acceptance=model.acceptance,
+    )
+    path = folder / "generation_config.json"
+    content = json.loads(path.read_text())
+    content.pop("_from_model_config", None)  # with it, transformers drops what it does not know
+    content["suppress_tokens"] = [model.mask_token_id]
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    own = folder / "custom_generate"
+    own.mkdir()
+    (own / "generate.py").write_text(GENERATE)
+    (own / "requirements.txt").write_text(f"setblock>={version('setblock')}\n")

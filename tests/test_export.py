@@ -1,0 +1,206 @@
+"""An exported checkpoint in stock transformers: by blocks with our code, token by token without."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from setblock.adapters import attach
+from setblock.export import export
+from setblock.generation import generate
+from setblock.loading import load
+from setblock.model import Model
+
+PROMPTS = ("two and two", "a bird")
+ANY: Any = transformers
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory):
+    settings = {"trained": True, "block_size": 4, "solver": "fixed:2", "acceptance": 0.7}
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(load(checkpoint("llama", settings=settings), device="cpu"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(exported):
+    made = ANY.AutoTokenizer.from_pretrained(exported)
+    made.padding_side = "left"
+    return made
+
+
+@pytest.fixture(scope="module")
+def network(exported):
+    return ANY.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+
+
+def new(network, ids, **options: Any) -> list[list[int]]:
+    """The answers' ids, padding cut."""
+    width = ids["input_ids"].shape[1]
+    found = network.generate(**ids, **options)
+    assert found[:, :width].equal(ids["input_ids"])
+    pad = network.config.pad_token_id
+    return [[t for t in row if t != pad] for row in found[:, width:].tolist()]
+
+
+def ours(exported, **options: Any) -> list[list[int]]:
+    return [list(one.token_ids) for one in generate(load(exported), PROMPTS, **options)]
+
+
+def test_settings_are_those_of_the_model(exported, checkpoint):
+    model = load(exported)
+    assert model.trained
+    assert model.defaults == {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
+    assert model.acceptance == 0.7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "verified", "branches": 2, "seeds": 1},
+        {"mode": "ntp"},
+        {"solver": "entropy:inf", "block_size": 7},
+        {"next_token_seed": True, "fallback": 2.0},
+        {"mode": "verified", "draft": "solver", "solver": "fixed:2"},
+    ],
+)
+def test_generate_decodes_as_we_do(exported, network, tokenizer, options):
+    ids = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    expected = ours(exported, **options, max_new_tokens=10)
+    assert new(network, ids, **options, max_new_tokens=10) == expected
+
+
+def test_prompts_by_position_and_a_length(exported, network, tokenizer):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    expected = ours(exported, max_new_tokens=6)[0]
+    assert network.generate(ids, max_new_tokens=6)[0, ids.shape[1] :].tolist() == expected
+    config = transformers.GenerationConfig(max_length=ids.shape[1] + 6, num_beams=1)
+    found = network.generate(input_ids=ids, generation_config=config)
+    assert found[0, ids.shape[1] :].tolist() == expected
+
+
+def test_sampling_takes_its_seed_from_torch(exported, network, tokenizer):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    options = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 20}
+    torch.manual_seed(5)
+    first = new(network, ids, **options, max_new_tokens=12)
+    torch.manual_seed(5)
+    assert new(network, ids, **options, max_new_tokens=12) == first
+    plain = {"temperature": 0.9, "top_p": 0.95, "top_k": 20}
+    seeded = new(network, ids, **options, max_new_tokens=12, seed=3)
+    assert seeded[0] == ours(exported, **plain, max_new_tokens=12, seed=3)[0]
+    assert first != seeded
+
+
+def test_ends_and_stop_texts(exported, network, tokenizer):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    [whole] = new(network, ids, max_new_tokens=12)
+    [cut] = new(network, ids, max_new_tokens=12, eos_token_id=whole[4])
+    assert cut == whole[: whole.index(whole[4]) + 1]
+    text = tokenizer.decode(whole)
+    [stopped] = new(network, ids, max_new_tokens=12, stop_strings=text[3:5], tokenizer=tokenizer)
+    assert text[3:5] in tokenizer.decode(stopped)
+    assert len(stopped) < len(whole)
+    assert new(network, ids, max_new_tokens=12) == [whole]  # the end token was that call's own
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("mode", ["sbd", "verified", "ntp"])
+def test_a_streamer_gets_every_token_once_in_order(exported, network, tokenizer, mode):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    streamer = Streamer()
+    [whole] = new(network, ids, max_new_tokens=11, mode=mode, streamer=streamer)
+    prompt, *pieces = streamer.pieces
+    assert prompt == ids["input_ids"][0].tolist()
+    assert [token for piece in pieces for token in piece] == whole
+    assert streamer.ended == 1
+    assert len(pieces) > 1
+    both = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    with pytest.raises(ValueError, match="streamer takes one prompt at a time, got 2"):
+        network.generate(**both, streamer=streamer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams=4 is not supported"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
+        ({"output_scores": True}, "output_scores=True is not supported"),
+        ({"logits_processor": [1]}, "logits_processor is not supported"),
+        ({"assistant_model": object()}, "assistant_model is not supported"),
+        ({"gama": 0.3}, "gama is not supported"),
+        ({"solver": "best"}, "solver must be one of"),
+        ({"max_new_tokens": 0}, "max_new_tokens.? must be"),
+    ],
+)
+def test_what_we_have_not_is_refused_by_name(network, tokenizer, options, message):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    with pytest.raises(ValueError, match=message):
+        network.generate(**ids, **{"max_new_tokens": 4, **options})
+    with pytest.raises(ValueError, match="generate needs input_ids"):
+        network.generate(max_new_tokens=4)
+
+
+def test_without_trust_it_decodes_token_by_token(exported, tokenizer):
+    stock = ANY.AutoModelForCausalLM.from_pretrained(exported)
+    mask = load(exported).mask_token_id
+    assert stock.generation_config.suppress_tokens == [mask]
+    with torch.no_grad():  # it would say nothing but the mask token
+        stock.get_output_embeddings().weight[mask] = 0
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    found = new(stock, ids, max_new_tokens=8, do_sample=False)
+    assert mask not in found[0]
+    same = ANY.AutoModelForCausalLM.from_pretrained(exported)
+    expected = ours(exported, mode="ntp", max_new_tokens=8)
+    assert new(same, ids, max_new_tokens=8, do_sample=False)[0] == expected[0]
+
+
+def test_without_this_package_it_says_what_to_install(exported, network, tokenizer, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "setblock.custom_generate", None)
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    with pytest.raises(ImportError, match="pip install setblock"):
+        network.generate(**ids, max_new_tokens=2)
+
+
+def test_the_bundled_model(tmp_path):
+    export(load("nano"), tmp_path / "nano")
+    network = ANY.AutoModelForCausalLM.from_pretrained(tmp_path / "nano", trust_remote_code=True)
+    tokenizer = ANY.AutoTokenizer.from_pretrained(tmp_path / "nano")
+    turns = [{"role": "user", "content": "What is 384 + 967?"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
+    found = network.generate(**ids, max_new_tokens=100)
+    text = tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "1351" in text
+
+
+def test_command(run, checkpoint, tmp_path):
+    folder = checkpoint("llama", settings={"trained": True})
+    words = ("--dtype", "float32", "--mask-token-id", "7")
+    found = run("export", folder, tmp_path / "out", *words, "--json").json
+    assert found["output_dir"] == str(tmp_path / "out")
+    assert load(tmp_path / "out").mask_token_id == 7
+    assert "is not empty" in run("export", folder, tmp_path / "out").error
+    assert "for stock transformers" in run("export", folder, tmp_path / "more").out
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_gated_adapter_is_refused(checkpoint, tmp_path):
+    base = load(checkpoint("llama", mask_token="<mask>"))
+    network = attach(base.network, base.name, "gated", base.mask_token_id, 4, 8)
+    with pytest.raises(ValueError, match="is a gated adapter"):
+        export(Model(network, base.tokenizer, "mine"), tmp_path / "out")
