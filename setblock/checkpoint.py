@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
 SETTINGS = {
     "mask_token_id": int,
     "block_size": int,

@@ -229,28 +229,18 @@ def families(tasks: Sequence[str]) -> list[str]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
-    """The lines of a record as a table."""
+    """The lines of a record as a table, narrow enough for a terminal."""
     shown = Table()
-    names = (
-        "task",
-        "model",
-        "mode",
-        "solver",
-        "n",
-        "score",
-        "95 %",
-        "tokens per forward",
-        "seconds",
-    )
-    for name in names:
-        justify = "left" if name in names[:4] else "right"
-        shown.add_column(name, justify=justify, no_wrap=name == "task", overflow="fold")
+    for name in ("task", "model and decoding", "n", "score", "95 %", "per forward", "seconds"):
+        words = name in ("task", "model and decoding")
+        justify = "left" if words else "right"
+        shown.add_column(
+            name, justify=justify, no_wrap=not words or name == "task", overflow="fold"
+        )
     for line in results:
         shown.add_row(
             line["task"],
-            line["model"],
-            line["mode"],
-            line["solver"] or "",
+            _name(line),
             str(line["n"]),
             *_score_cells(line),
             f"{line['tokens_per_forward']:.2f}",
@@ -259,35 +249,36 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def _name(line: Mapping[str, Any]) -> str:
+    """Model, mode and solver in a few words that break at spaces."""
+    return " ".join(filter(None, (line["model"], line["mode"], line["solver"])))
+
+
 def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["score"] is None:
         return "", ""
     form = ".3f" if line["task"] == PERPLEXITY else ".1%"
     low, high = line["interval"] or (math.nan, math.nan)
-    return f"{line['score']:{form}}", f"{low:{form}} to {high:{form}}" if line["interval"] else ""
+    return f"{line['score']:{form}}", f"{low:{form}}-{high:{form}}" if line["interval"] else ""
 
 
 def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """Each setting beside the first of its task, on the same problems."""
     shown = Table(title="Each setting against the first of its task (McNemar's exact test)")
-    for name in ("task", "first", "second"):
-        shown.add_column(name, overflow="fold", no_wrap=name == "task")
-    for name in ("only first right", "only second", "p", "same answers", "wall clock"):
-        shown.add_column(name, justify="right")
+    for name in ("task", "second against first", "right alone", "p", "same", "clock"):
+        words = name in ("task", "second against first")
+        justify = "left" if words else "right"
+        shown.add_column(
+            name, justify=justify, no_wrap=not words or name == "task", overflow="fold"
+        )
     for one in comparisons:
-        sides = [
-            " ".join(filter(None, (side["model"], side["mode"], side["solver"])))
-            for side in (one["first"], one["second"])
-        ]
+        alone = "" if one["p_value"] is None else f"{one['only_second']} : {one['only_first']}"
         shown.add_row(
             one["task"],
-            *sides,
-            *(
-                "" if one[name] is None else str(one[name])
-                for name in ("only_first", "only_second")
-            ),
+            f"{_name(one['second'])} against {_name(one['first'])}",
+            alone,
             "" if one["p_value"] is None else f"{one['p_value']:.3g}",
-            f"{one['identical_share']:.1%}",
+            f"{one['identical_share']:.0%}",
             f"{one['wall_clock_ratio']:.2f}x",
         )
     return shown

@@ -39,13 +39,17 @@ def watch(
     options: dict[str, Any],
     console: Console | None,
     animate: bool,
+    remark: Callable[[Generation], str] = lambda generation: "",
 ) -> Generation:
-    """The answer to a prompt, shown on the console, if there is one, as forwards reveal it."""
+    """The answer to a prompt, shown on the console, if there is one, as forwards reveal it.
+
+    remark: what the line under the answer begins with.
+    """
     if console is None or not (animate and console.is_terminal):
         generation = _last(stream(model, [prompt], chat=True, **options))
         if console is not None:
             console.print(_answer(model, _slots(generation)))
-            console.print(_caption(generation), style="dim")
+            console.print(_caption(generation, remark(generation)), style="dim")
         return generation
     slots: dict[int, tuple[int, int]] = {}
     generation = None
@@ -57,7 +61,7 @@ def watch(
                 slots = _slots(generation)
             live.update(_answer(model, slots), refresh=True)
     assert generation is not None
-    console.print(_caption(generation), style="dim")
+    console.print(_caption(generation, remark(generation)), style="dim")
     return generation
 
 
@@ -84,10 +88,10 @@ def _answer(model: Model, slots: dict[int, tuple[int, int]]) -> Text:
     return text
 
 
-def _caption(generation: Generation) -> str:
+def _caption(generation: Generation, remark: str) -> str:
     mode = NAMES[generation.settings.mode]
     return (
-        f"  {mode}: {generation.num_tokens} tokens in {generation.nfe} forwards, "
+        f"  {remark}{mode}: {generation.num_tokens} tokens in {generation.nfe} forwards, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.3f} s\n"
     )
 
@@ -109,12 +113,12 @@ def total(answers: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
 def table(totals: Sequence[dict[str, Any]]) -> Table:
     """The totals of both modes side by side."""
     shown = Table(title="All prompts")
-    for column in ("decoding", "correct", "tokens", "forwards", "tokens per forward", "seconds"):
+    for column in ("decoding", "correct", "tokens", "forwards", "per forward", "seconds"):
         named = column == "decoding"
-        shown.add_column(column, justify="left" if named else "right", no_wrap=named)
+        shown.add_column(column, justify="left" if named else "right", no_wrap=not named)
     for row in totals:
         correct = "" if row["correct"] is None else f"{row['correct']} of {row['answers']}"
-        name = f"{NAMES[row['mode']]} ({row['mode']})"
+        name = NAMES[row["mode"]]
         shown.add_row(
             name,
             correct,

@@ -5,13 +5,21 @@ tasks are lm-eval's own forwards of the causal half. Everything else (tasks, pro
 metrics, logs) is lm-eval's. Needs `pip install "setblock[lm-eval]"`.
 """
 
+import sys
 from typing import Any, cast
 
 import torch
 from jaxtyping import Int
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    message = f'lm-eval can\'t be used ({error}): pip install "setblock[lm-eval]"'
+    if __name__ == "__main__":
+        sys.exit(f"error: {message}")
+    raise ImportError(message) from error
 
 from setblock.generation import Options, generate, settings_for
 from setblock.loading import load

@@ -17,11 +17,9 @@ from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
 from setblock import adapters
-from setblock.checkpoint import ModelError, any_of, checked_settings, read_settings
+from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
 from setblock.mask_token import rows_of
 from setblock.model import Model, check_architecture
-
-BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
+from setblock.checkpoint import BUNDLED
 from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions
 
 
@@ -152,18 +153,19 @@ def dimensions_of(config: Any) -> Dimensions:
 
 
 def find_model(name: str) -> Dimensions:
-    """A model of MODELS, or that of a configuration in a folder or on the hub.
+    """A model of MODELS, a bundled one, or that of a configuration in a folder or on the hub.
 
     Raises: ValueError if there is neither.
     """
     if name in MODELS:
         return MODELS[name]
+    place = BUNDLED.get(name, Path(name))
     try:
-        if not Path(name).is_dir() and name.count("/") != 1:
+        if not place.is_dir() and name.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")
-        return dimensions_of(AutoConfig.from_pretrained(name))
+        return dimensions_of(AutoConfig.from_pretrained(place if place.is_dir() else name))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"no model {name!r}: not one of {', '.join(MODELS)}, nor a configuration in a folder "
-            f"or on the hub ({' '.join(str(error).split())[:200]})"
+            f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "
+            f"in a folder or on the hub ({' '.join(str(error).split())[:200]})"
         ) from error

@@ -189,6 +189,10 @@ class Model:
             raise ModelError(f"an empty prompt needs a BOS token, and {self.name} has none")
         return [self.bos_token_id]
 
+    def piece(self, token: int) -> str:
+        """The text of one token; the name of a special one, which is no part of an answer."""
+        return self.decode([token]) or str(self.tokenizer.convert_ids_to_tokens(token))
+
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, special ones left out."""
         return str(

@@ -5,6 +5,7 @@ that drives it. What it yields is an assumption, or was measured: `tokens_per_fo
 "sbd", the `acceptance` of drafted tokens for mode "verified".
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,12 +20,12 @@ LARGEST_BATCH = 1024
 class Assumptions:
     """What the arithmetic takes as given.
 
-    tokens_per_forward: of mode "sbd", with blocks of at least that many tokens; shorter ones take
-    one forward each. acceptance: see roofline.ACCEPTANCE. cached: tokens in each row's cache.
+    tokens_per_forward: of mode "sbd", for each block size to choose from. acceptance: see
+    roofline.ACCEPTANCE. cached: tokens in each row's cache.
     dispatch_s: seconds of a layer in a forward, whatever its tokens; 0 is the bare roofline.
     """
 
-    tokens_per_forward: float
+    tokens_per_forward: dict[int, float]
     acceptance: float
     cached: int
     dispatch_s: float = DISPATCH_S
@@ -34,7 +35,6 @@ def choices(
     dimensions: Dimensions,
     device: Device,
     batch: int,
-    block_sizes: Sequence[int],
     given: Assumptions,
 ) -> list[dict[str, Any]]:
     """One line a mode, the quickest first: its settings, milliseconds per token, and speed-up.
@@ -48,23 +48,22 @@ def choices(
 
     def block(size: int) -> float:
         """Seconds a token: the first forward of a block encodes the block before it as well."""
-        forwards = size / min(given.tokens_per_forward, size)
+        forwards = size / given.tokens_per_forward[size]
         return (seconds(2 * size) + (forwards - 1) * seconds(size)) / size
 
-    size = min(block_sizes, key=block)
+    size = min(given.tokens_per_forward, key=block)
     spent = best_spending(
         dimensions,
         device,
-        max(block_sizes),
+        max(given.tokens_per_forward),
         batch,
         given.cached,
         given.acceptance,
         dispatch_s=given.dispatch_s,
     )
-    blocks = min(given.tokens_per_forward, float(size))
     lines: list[dict[str, Any]] = [
         _line("ntp", seconds(1), 1.0),
-        _line("sbd", block(size), blocks, size),
+        _line("sbd", block(size), given.tokens_per_forward[size], size),
         _line(
             "verified",
             spent.seconds_per_token,
@@ -97,9 +96,7 @@ def _line(
     }
 
 
-def largest_batches(
-    dimensions: Dimensions, device: Device, block_sizes: Sequence[int], given: Assumptions
-) -> dict[str, int]:
+def largest_batches(dimensions: Dimensions, device: Device, given: Assumptions) -> dict[str, int]:
     """For modes "sbd" and "verified" the largest batch, by powers of two, that they still speed up.
 
     0 where not even one row gains; LARGEST_BATCH may mean more.
@@ -107,7 +104,7 @@ def largest_batches(
     found = {"sbd": 0, "verified": 0}
     batch = 1
     while batch <= LARGEST_BATCH:
-        for line in choices(dimensions, device, batch, block_sizes, given):
+        for line in choices(dimensions, device, batch, given):
             if line["mode"] in found and line["speedup"] > 1:
                 found[line["mode"]] = batch
         batch *= 2
@@ -115,7 +112,7 @@ def largest_batches(
 
 
 def right_size(
-    device: Device, batch: int, block_sizes: Sequence[int], given: Assumptions, target_ms: float
+    device: Device, batch: int, given: Assumptions, target_ms: float
 ) -> list[dict[str, Any]]:
     """Every known model and mode with its milliseconds per token, and whether it meets the target.
 
@@ -125,9 +122,25 @@ def right_size(
     for name, dimensions in MODELS.items():
         if name == "paper":  # its feed-forward layer is a misprint
             continue
-        for line in choices(dimensions, device, batch, block_sizes, given):
+        for line in choices(dimensions, device, batch, given):
             lines.append({"model": name, **line, "meets": line["ms_per_token"] <= target_ms})
     return sorted(lines, key=lambda line: line["ms_per_token"])
+
+
+def measured_dispatch_s(
+    dimensions: Dimensions, device: Device, forwards: Sequence[dict[str, Any]]
+) -> float:
+    """Seconds of a layer by themselves, from the timed forwards of one token; 0 if there is none.
+
+    The median over the places of what the roofline does not account for.
+    """
+    rest = [
+        (line["seconds"] - forward_s(dimensions, device, 1, line["batch_size"], line["cached"]))
+        / dimensions.layers
+        for line in forwards
+        if line["queries"] == 1
+    ]
+    return max(statistics.median(rest), 0.0) if rest else 0.0
 
 
 def beside_measured(

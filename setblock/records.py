@@ -55,6 +55,8 @@ class Journal:
             if not path.is_file():
                 raise ValueError(f"resume: no record to go on with at {path}")
             self._read(path)
+        elif path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file")
         elif path is not None and (path.exists() or self.samples_path.exists()):
             raise ValueError(f"{path} is there already: go on with --resume, or name another file")
 

@@ -124,7 +124,7 @@ def tune(
             lines[index]["kept"] = place < kept
         on_round({"items": count, "settings": lines})
         going = [going[index] for index in order[:kept]]
-        if count == len(halves[0]) and len(going) <= FINALISTS:
+        if len(going) <= FINALISTS:
             break
         count = min(2 * count, len(halves[0]))
     for one in (baseline, *going):

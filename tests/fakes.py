@@ -136,5 +136,8 @@ class TableModel(Model):
             raise ModelError(f"{self.name} has no chat template; only plain prompts work")
         return [BOS] + [3 + LETTERS.index(letter) for letter in text]
 
+    def piece(self, token: int) -> str:
+        return self.decode([token]) or self.special_tokens[token]
+
     def decode(self, ids: list[int]) -> str:
         return "".join(LETTERS[i - 3] for i in ids if i >= 3)

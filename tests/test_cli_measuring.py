@@ -8,6 +8,7 @@ import pytest
 from setblock import evaluate, nano, records
 
 SHORT = ["--max-new-tokens", "8"]
+STOPPED = "interrupted: what is done is kept, go on with --resume"
 
 
 # evaluate
@@ -112,7 +113,7 @@ def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypa
     monkeypatch.setattr(evaluate, "run", interrupted)
     words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
     result = run("evaluate", trained, *words, "--out", path)
-    assert (result.code, result.error) == (130, "interrupted")
+    assert (result.code, result.error) == (130, STOPPED)
     assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
 
 
@@ -133,7 +134,7 @@ def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
     path = tmp_path / "stopped.json"
     more: list[str] = []
     while (result := run("evaluate", trained, *words, "--out", path, *more)).code:
-        assert result.error == "interrupted"
+        assert result.error == STOPPED
         more = ["--resume"]
     assert count == 12 + 5
     stopped = json.loads(path.read_text())

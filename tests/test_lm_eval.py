@@ -155,3 +155,15 @@ def test_command(folder, tasks):
     [record] = [json.loads(file.read_text()) for file in out.rglob("results*.json")]
     assert record["results"]["echo"]["exact_match,none"] == 1
     assert record["config"]["setblock"]["nfe"] > 0
+
+
+def test_without_lm_eval_it_says_what_to_install(tmp_path):
+    """In one line; a module that fails to import stands for one that is not there."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('none here')")
+    words = [sys.executable, "-m", "setblock.lm_eval", "run"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: lm-eval can't be used (none here): pip")
+    assert "Traceback" not in done.stderr

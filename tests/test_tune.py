@@ -62,8 +62,8 @@ def tuned(model, items, tried=None, target=None, **more):
 def test_rounds_halve_the_settings_and_double_the_items(model, items, judge):
     judge(lambda mode, number: True)
     line, rounds = tuned(model, items)
-    assert [one["items"] for one in rounds] == [8, 16, 20]
-    assert [len(one["settings"]) for one in rounds] == [7, 4, 3]
+    assert [one["items"] for one in rounds] == [8, 16]
+    assert [len(one["settings"]) for one in rounds] == [7, 4]
     for one, after in pairwise(rounds):
         assert sum(setting["kept"] for setting in one["settings"]) == len(after["settings"])
     assert (line["picked_on"], line["confirmed_on"]) == (20, 20)
@@ -127,7 +127,7 @@ def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
         kept.setdefault(run, []).append(sample)
 
     whole, rounds = tuned(model, items, on_sample=keep)
-    assert sorted(len(some) for some in kept.values()) == [8] * 3 + [16] + [20] * 8
+    assert sorted(len(some) for some in kept.values()) == [8] * 3 + [16] * 5 + [20] * 4
     some = {number: list(samples) for number, samples in kept.items() if number % 3}
     before = {number: len(samples) for number, samples in kept.items()}
     again, more = tuned(model, items, known=lambda run: some.get(run, []), on_sample=keep)
@@ -201,6 +201,8 @@ def test_command(run, checkpoint, tmp_path, judge):
     assert json.loads(out.read_text()) == record
     assert "is there already" in run("tune", *words).error
     shown = run("tune", *words, "--resume").out
+    assert f"written into {folder}/generation_config.json, where it was sbd" in shown
+    assert "times fewer forwards than token by token" in shown
     assert f"chosen: sbd {line['chosen']['solver']}" in shown
 
 
@@ -238,7 +240,7 @@ def test_command_on_a_benchmark(run, checkpoint, tmp_path):
         (("nano", "--no-write", "--data", "x", "--task", "prompts"), "--data is for one --task of"),
         (("nano", "--no-write", "--solver", "best"), "solver must be one of"),
         (("nano", "--no-write", "--resume"), "resume: no record to go on with"),
-        (("nano", "--no-write", "--max-drop", "-1"), "max_drop must lie in"),
+        (("nano", "--no-write", "--max-drop", "-1"), "--max-drop must lie in 0..100 points"),
     ],
 )
 def test_wrong_words(run, words, message):

@@ -1,5 +1,7 @@
 """The `setblock` command. Every command also answers in JSON; errors are one line on stderr."""
 
+import sys
+
 import typer
 
 from setblock.cli import (
@@ -34,7 +36,13 @@ def main() -> None:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
         fail(error.format_message() or "a command is missing", error.exit_code)
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except OSError as error:
+        place = f": {str(error.filename)!r}" if error.filename is not None else ""
+        fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number
+    except (ValueError, TypeError, ImportError) as error:
         fail(str(error) or type(error).__name__, 1)
     if code == 130:  # typer's answer to Ctrl-C
-        fail("interrupted", code)
+        kept = (
+            "--resume" if {"evaluate", "tune"} & set(sys.argv[1:2]) and "--out" in sys.argv else ""
+        )
+        fail("interrupted" + (f": what is done is kept, go on with {kept}" if kept else ""), code)

@@ -131,9 +131,7 @@ def generate(
         if as_json:
             continue
         if show_steps:
-            pieces = ", ".join(
-                f"{place}:{model.decode([token])!r}" for place, token in reveal.drafts
-            )
+            pieces = ", ".join(f"{place}:{model.piece(token)!r}" for place, token in reveal.drafts)
             print(f"forward {reveal.nfe}: {pieces}", flush=True)
         else:  # not through rich, which drops control characters and expands tabs
             print(reveal.text, end="", flush=True)
@@ -224,6 +222,8 @@ def demo(
     for one in modes:
         own = {"solver": solver} if one == Mode.sbd else {}
         warm_up(model, {"mode": one.value, "block_size": block_size, **own})
+    if not as_json:
+        out.print("A token's colour is that of the forward that revealed it.", style="dim")
     answers = []
     for number, question in enumerate(prompts):
         if not as_json:
@@ -234,7 +234,12 @@ def demo(
             if one == Mode.sbd:
                 options["solver"] = solver
             console = None if as_json else out
-            generation = show.watch(model, question, options, console, animate=live)
+
+            def remark(generation: "Generation", number: int = number) -> str:
+                right = nano.check(problems[number], generation.text) if problems else None
+                return "" if right is None else "right, " if right else "wrong, "
+
+            generation = show.watch(model, question, options, console, live, remark)
             right = nano.check(problems[number], generation.text) if problems else None
             answers.append({"prompt": question, "correct": right, **to_json(generation, model)})
     totals = [show.total(answers, one) for one in modes]

@@ -28,6 +28,24 @@ out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 err = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
+def _version(asked: bool | None) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("setblock"))
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit."),
+    ] = None,
+) -> None:
+    """Set block decoding: several tokens per forward from an ordinary causal language model."""
+
+
 class Mode(StrEnum):
     """How to decode."""
 

@@ -17,8 +17,8 @@ def roofline(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, or the "
-            "folder or hub name of a configuration. Default: llama-3.1-8b.",
+            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, a bundled "
+            "model, or the folder or hub name of a configuration. Default: llama-3.1-8b.",
         ),
     ] = None,
     paper: Annotated[
@@ -80,13 +80,16 @@ def roofline(
         print_json({"model": model_name, "device": asdict(machine), **cells})
         return
     for key, title in (
-        ("table3", "Time of a forward of a block against one of one token"),
-        ("table4", "Wall-clock speed-up"),
+        (
+            "table3",
+            "Time of a forward of a block of k against one of one token, by batch and cache",
+        ),
+        ("table4", "Wall-clock speed-up of blocks of k at that many tokens per forward"),
     ):
         places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
         sizes = sorted({cell["block_size"] for cell in cells[key]})
         shown = Table(title=f"{title}: {model_name} on {machine.name}")
-        for name in [*(place.replace("_", " ") for place in places), *map(str, sizes)]:
+        for name in [*(place.replace("_", " ") for place in places), *(f"k={k}" for k in sizes)]:
             shown.add_column(name, justify="right")
         lines: dict[tuple, list[str]] = {}
         for cell in cells[key]:
@@ -112,11 +115,15 @@ def plan(
     prompt_length: Annotated[int, typer.Option(help="Tokens in each row's cache.")] = 1024,
     block_size: Annotated[
         list[int] | None,
-        typer.Option(help="To choose from; may be given again. Default: 4, 8, 16, 32."),
+        typer.Option(help="Of mode sbd, to choose from; may be given again. Default: 16."),
     ] = None,
     tokens_per_forward: Annotated[
-        float, typer.Option(help="Of mode sbd: what `evaluate` measures; the paper has 3 to 5.")
-    ] = 3.0,
+        list[float] | None,
+        typer.Option(
+            help="Of mode sbd, once for each --block-size: what `evaluate` measures; the paper has "
+            "3 to 5. Default: 3."
+        ),
+    ] = None,
     acceptance: Annotated[
         float | None,
         typer.Option(help="Of drafted tokens in mode verified, as `evaluate` fits. Default: 0.8."),
@@ -124,14 +131,15 @@ def plan(
     dispatch_ms: Annotated[
         float | None,
         typer.Option(
-            help="Fixed milliseconds of a layer in a forward. Default: 0.5, this package's own; 0 "
-            "is the bare roofline, as under CUDA graphs."
+            help="Fixed milliseconds of a layer in a forward. Default: what --measured shows, else "
+            "0.5, this package's own; 0 is the bare roofline, as under CUDA graphs."
         ),
     ] = None,
     latency: Annotated[
         float | None,
         typer.Option(
-            help="Milliseconds per token to meet: which known models do so, by which mode."
+            help="Milliseconds per token to meet, at the first --batch: which known models do so, "
+            "by which mode."
         ),
     ] = None,
     measured: Annotated[
@@ -147,7 +155,7 @@ def plan(
     from setblock import machines, roofline
     from setblock import plan as planning
 
-    sizes = block_size or [4, 8, 16, 32]
+    sizes, rates = block_size or [16], tokens_per_forward or [3.0]
     batches = batch or [1, 4, 16, 64]
     numbers = {"batch": batches, "block-size": sizes, "prompt-length": [prompt_length]}
     for name, values in numbers.items():
@@ -155,29 +163,41 @@ def plan(
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
     if min(sizes) < 2:
         raise ValueError("--block-size must be at least 2: a block of 1 is mode ntp")
-    if not 1 <= tokens_per_forward < float("inf"):
-        raise ValueError(f"--tokens-per-forward must be at least 1, got {tokens_per_forward}")
+    if len(sizes) != len(rates) or len(set(sizes)) < len(sizes):
+        raise ValueError(
+            "--tokens-per-forward depends on the block size: give it once for each --block-size, "
+            f"got {sizes} and {rates}"
+        )
+    for size, rate in zip(sizes, rates, strict=True):
+        if not 1 <= rate <= size:
+            raise ValueError(
+                f"--tokens-per-forward must lie in 1..{size}, the block size, got {rate:g}"
+            )
     acceptance = roofline.ACCEPTANCE if acceptance is None else acceptance
     if not 0 < acceptance < 1:
         raise ValueError(f"--acceptance must lie between 0 and 1, got {acceptance}")
-    dispatch_s = roofline.DISPATCH_S if dispatch_ms is None else dispatch_ms / 1000
-    if not 0 <= dispatch_s < float("inf"):
+    if dispatch_ms is not None and not 0 <= dispatch_ms < float("inf"):
         raise ValueError(f"--dispatch-ms must be at least 0, got {dispatch_ms}")
     if latency is not None and not 0 < latency < float("inf"):
         raise ValueError(f"--latency must be above 0, got {latency}")
     forwards = _measured_forwards(measured) if measured else []
     machine = machines.device(device, weights, cache)
     dimensions = machines.find_model(model_name)
-    given = planning.Assumptions(tokens_per_forward, acceptance, prompt_length, dispatch_s)
+    if dispatch_ms is not None:
+        dispatch_s = dispatch_ms / 1000
+    elif forwards:
+        dispatch_s = planning.measured_dispatch_s(dimensions, machine, forwards)
+    else:
+        dispatch_s = roofline.DISPATCH_S
+    rate_of = dict(zip(sizes, rates, strict=True))
+    given = planning.Assumptions(rate_of, acceptance, prompt_length, dispatch_s)
     found: dict[str, Any] = {"model": model_name, **planning.describe(given, machine)}
     found["choices"] = [
-        line
-        for rows in batches
-        for line in planning.choices(dimensions, machine, rows, sizes, given)
+        line for rows in batches for line in planning.choices(dimensions, machine, rows, given)
     ]
-    found["largest_batches"] = planning.largest_batches(dimensions, machine, sizes, given)
+    found["largest_batches"] = planning.largest_batches(dimensions, machine, given)
     if latency is not None:
-        found["right_size"] = planning.right_size(machine, batches[0], sizes, given, latency)
+        found["right_size"] = planning.right_size(machine, batches[0], given, latency)
     if forwards:
         found["forwards"] = planning.beside_measured(dimensions, machine, forwards, dispatch_s)
     if as_json:

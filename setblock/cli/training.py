@@ -171,7 +171,7 @@ def merge(
     if as_json:
         print_json(summary)
         return
-    out.print(f"{model_name} is now one checkpoint, {output_dir}")
+    out.print(f"{model_name} is now one checkpoint, {output_dir}, in {dtype.value}")
 
 
 def _check_packages() -> None:
