@@ -453,6 +453,8 @@ def test_demo_checks_its_own_problems(run, checkpoint, monkeypatch):
     prompts = [[one["prompt"] for one in answer["answers"]] for answer in (first, other)]
     assert len(set(prompts[0])) == 5
     assert not set(prompts[0]) & set(prompts[1])
+    shown = run("demo", "--model", folder, "--no-live").out
+    assert (shown.count("  right, "), shown.count("  wrong, ")) == (2, 8)
 
 
 def test_demo_of_chosen_modes(run, answering):
