@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
 BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
@@ -61,7 +62,14 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     Raises: ModelError for a setting that `load` would refuse.
     """
     path = Path(folder) / "generation_config.json"
-    content = json.loads(path.read_text()) if path.is_file() else {}
+    if path.is_file():
+        content = json.loads(path.read_text())
+    elif (Path(folder) / "config.json").is_file():  # what transformers would derive, its ends too
+        config = AutoConfig.from_pretrained(folder)
+        content = GenerationConfig.from_model_config(config).to_diff_dict()
+        content.pop("_from_model_config", None)
+    else:
+        content = {}
     content["setblock"] = checked_settings(content.get("setblock", {}) | settings)
     path.write_text(json.dumps(content, indent=2) + "\n")
 

@@ -1,8 +1,8 @@
 """transformers' `model.generate(...)` by this package: what an exported checkpoint's code calls.
 
 `setblock.export` writes a checkpoint whose custom_generate/generate.py leads here, so that
-`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True).generate(input_ids=...)`,
-`transformers serve` and lm-eval's `hf` model decode by blocks. Whatever transformers' `generate`
+`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True).generate(input_ids=...)` decodes
+by blocks. Whatever transformers' `generate`
 has and this package has not is refused by name; nothing is ignored but what changes no token.
 """
 
@@ -24,8 +24,9 @@ OWN = (
 # Settings of transformers' generation that are ours as well.
 SHARED = (
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "eos_token_id",
-    "pad_token_id", "bos_token_id", "stop_strings", "suppress_tokens", "transformers_version",
+    "pad_token_id", "bos_token_id", "stop_strings", "transformers_version",
 )  # fmt: skip
+TOP_K = 50  # where sampling is asked for without one: transformers' own default
 # Those that change no token: caches, speed, or the form that our own code fills in.
 HARMLESS = (
     "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "compile_config",
@@ -60,8 +61,13 @@ def generate(
         raise ValueError("generate needs input_ids: embeddings are not supported")
     own = {name: given.pop(name) for name in OWN if given.get(name) is not None}
     tokenizer = given.pop("tokenizer", None)
-    config, usual = _config(model, generation_config, given)
+    config = _config(model, generation_config, given)
     wrapped = _wrapped(model, tokenizer)
+    if config.suppress_tokens not in (None, [], [wrapped.mask_token_id]):
+        raise ValueError(
+            f"suppress_tokens={config.suppress_tokens} is not supported by set block decoding: "
+            f"only the mask token, {wrapped.mask_token_id}, is never said"
+        )
     options: Options = {**own}  # type: ignore[typeddict-item]
     limit = config.max_new_tokens
     if limit is None:
@@ -70,7 +76,7 @@ def generate(
     if config.do_sample:
         options["temperature"] = 1.0 if config.temperature is None else config.temperature
         options["top_p"] = 1.0 if config.top_p is None else config.top_p
-        options["top_k"] = usual.top_k or 0 if config.top_k is None else config.top_k
+        options["top_k"] = TOP_K if config.top_k is None else config.top_k
         options.setdefault("seed", int(torch.randint(2**31, ())))
     if config.stop_strings:
         stop = config.stop_strings
@@ -78,7 +84,12 @@ def generate(
     if config.eos_token_id is not None:
         ends = config.eos_token_id
         wrapped.eos_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+    pad = config.pad_token_id
+    if pad is None:
+        pad = min(wrapped.eos_token_ids, default=wrapped.pad_token_id)
     shown = torch.ones_like(prompts) if attention_mask is None else attention_mask
+    if attention_mask is None and pad not in wrapped.eos_token_ids:
+        shown = prompts != pad  # as transformers infers it
     rows = [ids[seen.bool()].tolist() for ids, seen in zip(prompts, shown, strict=True)]
     if streamer is not None:
         if len(rows) > 1:
@@ -86,7 +97,6 @@ def generate(
         streamer.put(prompts.cpu())
     answers = _decode(wrapped, rows, streamer, options)
     longest = max(map(len, answers))
-    pad = wrapped.pad_token_id if config.pad_token_id is None else config.pad_token_id
     found = prompts.new_full((len(rows), longest), pad)
     for row, answer in enumerate(answers):
         found[row, : len(answer)] = torch.tensor(answer)
@@ -119,10 +129,15 @@ def _decode(
     return [answers[row] for row in range(len(rows))]
 
 
-def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) -> tuple[Any, Any]:
-    """(the settings that hold, transformers' own defaults); refuses what this package has not."""
+def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) -> Any:
+    """The settings that hold; refuses what this package has not.
+
+    What a given configuration leaves open is the model's, as in transformers.
+    """
+    own = model.generation_config.to_dict()
     config = copy.deepcopy(config or model.generation_config)
     assert config is not None
+    config.update(**{k: v for k, v in own.items() if getattr(config, k, None) is None})
     usual = GenerationConfig()
     known = config.to_dict().keys() | usual.to_dict().keys()
     for name, value in given.items():
@@ -134,7 +149,12 @@ def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) 
     asked = {name: value for name, value in given.items() if name in known}
     standard = usual.to_dict()
     for name, value in {**config.to_dict(), **asked}.items():
-        if name in (*SHARED, *HARMLESS, "setblock") or value in (None, False, [], {}):
+        if name in (*SHARED, *HARMLESS, "setblock", "suppress_tokens") or value in (
+            None,
+            False,
+            [],
+            {},
+        ):
             continue
         if name not in standard or value not in (standard[name], *_NEUTRAL.get(name, ())):
             raise ValueError(
@@ -142,7 +162,7 @@ def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) 
                 "token by token without trust_remote_code"
             )
     config.update(**asked)
-    return config, usual
+    return config
 
 
 # Values that say "off" in another way than by being transformers' default.

@@ -68,6 +68,11 @@ def evaluate(
     texts = [form.prompt(problems[i]) if form else problems[i].prompt for i in missing]  # type: ignore[arg-type]
     prompts = encode(model, texts, chat)
     check: Any = nano.check if form is None else form.task.check
+    if prompts:  # what follows from the number of rows follows from all of them, resumed or not
+        settings = settings_for(model, min(batch_size, len(problems)), **options)
+        if settings.mode == "verified" and settings.draft == "branches":
+            names = ("block_size", "branches", "seeds")
+            options |= {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
     reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
     seconds = 0.0
     while True:

@@ -5,7 +5,9 @@ tasks are lm-eval's own forwards of the causal half. Everything else (tasks, pro
 metrics, logs) is lm-eval's. Needs `pip install "setblock[lm-eval]"`.
 """
 
+import copy
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -23,12 +25,18 @@ except ImportError as error:
 
 from setblock.generation import Options, generate, settings_for
 from setblock.loading import load
+from setblock.model import Model
 
 # What a task may ask of generation; lm-eval says do_sample=False for greedy decoding.
 KNOWN = ("do_sample", "temperature", "top_p", "top_k")
 DECODING = (
     "mode", "solver", "block_size", "seed", "next_token_seed", "fallback", "draft", "branches",
     "seeds",
+)  # fmt: skip
+# HFLM's own arguments that hold for a network that is loaded already.
+OTHERS = (
+    "batch_size", "max_batch_size", "max_length", "truncation", "logits_cache", "add_bos_token",
+    "prefix_token_id", "softmax_dtype", "think_end_token", "enable_thinking", "chat_template_args",
 )  # fmt: skip
 
 BASE: Any = HFLM  # its decorator hides its methods from type checkers
@@ -41,7 +49,7 @@ class SetBlockLM(BASE):
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, next_token_seed, fallback, draft, branches, seeds: decoding, as
     for `setblock.generate`; what is absent comes from the checkpoint.
-    Everything else is HFLM's: batch_size, max_length, truncation, add_bos_token ...
+    Besides, of HFLM's own: those of OTHERS.
     """
 
     def __init__(
@@ -54,10 +62,15 @@ class SetBlockLM(BASE):
     ) -> None:
         """Raises: ValueError naming an option out of range; ModelError."""
         decoding = {name: options.pop(name) for name in DECODING if name in options}
+        if unknown := sorted(set(options) - set(OTHERS)):
+            own = ("pretrained", "dtype", "device", "mask_token_id", *DECODING)
+            raise ValueError(
+                f"model argument {unknown[0]} is not one of {', '.join((*own, *OTHERS))}"
+            )
         self.decoding = cast(Options, decoding)
         self.loaded = load(pretrained, dtype=dtype, device=device, mask_token_id=mask_token_id)
         settings_for(self.loaded, **self.decoding)  # bad values are refused before the first task
-        self.generated, self.forwards = 0, 0
+        self.prompts, self.generated, self.forwards = 0, 0, 0
         super().__init__(pretrained=self.loaded.network, tokenizer=self.loaded.tokenizer, **options)
 
     def _model_generate(
@@ -74,24 +87,38 @@ class SetBlockLM(BASE):
         """
         if unknown := sorted(set(asked) - set(KNOWN)):
             raise ValueError(f"generation option {unknown[0]} is not one of {', '.join(KNOWN)}")
-        if asked.pop("do_sample", None) is False:
+        sample = asked.pop("do_sample", None)
+        if sample is False:
             asked = {}
+        elif sample and not asked.get("temperature"):
+            asked["temperature"] = 1.0  # as transformers samples
         given = {name: value for name, value in asked.items() if value is not None}
         shown = torch.ones_like(context) if attention_mask is None else attention_mask
         prompts = [ids[seen.bool()].tolist() for ids, seen in zip(context, shown, strict=True)]
-        special = self.loaded.special_tokens
         options: Options = {**self.decoding, **given}  # type: ignore[typeddict-item]
         options["max_new_tokens"] = max_length - context.shape[1]
-        # lm-eval adds the end token's text, at which every mode ends anyway.
-        options["stop"] = [text for text in stop if not any(token in text for token in special)]
-        answers = generate(self.loaded, prompts, **options)
+        # Noise is drawn by seed and row: a request that comes again must not get the same.
+        options["seed"] = options.get("seed", 0) + self.prompts
+        self.prompts += len(prompts)
+        model = self._ending_at(stop)
+        special = model.special_tokens
+        options["stop"] = [text for text in stop if text not in special]
+        answers = generate(model, prompts, **options)
         self.generated += sum(one.num_tokens for one in answers)
         self.forwards += sum(one.nfe for one in answers)
         longest = max(one.num_tokens for one in answers)
-        found = torch.full((len(answers), longest), self.loaded.pad_token_id)
+        found = torch.full((len(answers), longest), self.tokenizer.pad_token_id)
         for row, one in enumerate(answers):
             found[row, : one.num_tokens] = torch.tensor(one.token_ids)
         return torch.cat((context, found.to(context.device)), dim=1)
+
+    def _ending_at(self, stop: Sequence[str]) -> Model:
+        """The model, ending also at those of the stop texts that are special tokens."""
+        named = [text for text in stop if text in self.loaded.special_tokens]
+        model = copy.copy(self.loaded)
+        ids: Any = self.loaded.tokenizer.convert_tokens_to_ids(named)
+        model.eos_token_ids = model.eos_token_ids | frozenset(ids)
+        return model
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results: the decoding and its forwards beside HFLM's own."""

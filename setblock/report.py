@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,13 @@ KINDS = (
     "the records of `setblock evaluate`, `benchmark` and `tune` (--out), and what `setblock demo "
     "--json` prints"
 )
+LINE = (
+    "task", "model", "mode", "solver", "n", "score", "interval", "tokens_per_forward", "wall_s",
+)  # fmt: skip
+COMPARISON = (
+    "task", "first", "second", "only_first", "only_second", "p_value", "identical_share",
+    "wall_clock_ratio",
+)  # fmt: skip
 PAGE = Path(__file__).with_name("report.html")
 
 
@@ -29,7 +37,7 @@ class Shown:
     def markdown(self) -> str:
         """As GitHub draws it; the first column to the left, the others to the right."""
         lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
-        cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+        cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
         return f"## {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
     def html(self) -> str:
@@ -47,8 +55,9 @@ class Shown:
 class Measured:
     """What the records hold, by kind.
 
-    accepted: for each of `scores` in mode "verified" whose samples are at hand: of the forwards
-    whose first j - 1 drafted tokens were accepted, the share that had the j-th accepted as well.
+    accepted: for each of `scores` in mode "verified" whose samples are at hand, and where every
+    forward had a draft (a branch behind each length): of the forwards whose first j - 1 drafted
+    tokens were accepted, the share that had the j-th accepted as well.
     """
 
     origins: list[dict[str, Any]] = field(default_factory=list)
@@ -81,9 +90,12 @@ def read(paths: Sequence[Path]) -> Measured:
                 elif "finalists" in line:
                     found.tunings.append(line)
                 else:
+                    _ = [line[name] for name in LINE]  # KeyError: a line of something else
                     found.scores.append(line)
                     _accepted(found, path, run, line)
-            found.comparisons += record.get("comparisons", [])
+            for one in record.get("comparisons", []):
+                _ = [one[name] for name in COMPARISON]
+                found.comparisons.append(one)
             found.forwards += record.get("forwards", [])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
@@ -93,18 +105,24 @@ def read(paths: Sequence[Path]) -> Measured:
 def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
     """What of an answer of the demo the page needs."""
     names = ("prompt", "mode", "tokens", "reveal_step", "entropy", "nfe", "correct")
+    _ = NAMES[answer["mode"]]
     return {name: answer[name] for name in names}
 
 
 def _accepted(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
     """Read the samples beside a record and add the shares of a verified line."""
     samples = path.with_suffix(".samples.jsonl")
-    if line["mode"] != "verified" or not samples.is_file():
+    settings = line.get("settings", {})
+    always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
+    if line["mode"] != "verified" or not always or not samples.is_file():
         return
     lengths: Counter[int] = Counter()
-    for row in samples.read_text(encoding="utf-8").splitlines():
-        sample = json.loads(row)
-        if sample["run"] == run:
+    for row in samples.read_text(encoding="utf-8").split("\n"):
+        try:
+            sample = json.loads(row)
+        except ValueError:
+            continue  # cut short by a kill
+        if sample["run"] == run and sample.get("reveal_step"):
             counts = list(Counter(sample["reveal_step"]).values())
             lengths.update(counts[1:-1])  # the prompt's forward has no draft, the last is cut
     shares, most = [], max(lengths, default=1)
@@ -251,10 +269,11 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
             axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=task)
         axes.legend()
         save(figure, "score", "Score against tokens per forward")
-    if found.scores:
+    answered = [line for line in found.scores if line["task"] != "perplexity"]
+    if answered:
         figure, axes = panel("", "tokens per forward")
-        names = [f"{line['task']}\n{name_of(line)}" for line in found.scores]
-        axes.bar(range(len(names)), [line["tokens_per_forward"] for line in found.scores])
+        names = [f"{line['task']}\n{name_of(line)}" for line in answered]
+        axes.bar(range(len(names)), [line["tokens_per_forward"] for line in answered])
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         save(figure, "tokens", "Tokens per forward by task")
     if found.forwards:
@@ -310,15 +329,15 @@ def page(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, st
     )
     origins = "".join(f"<li>{html.escape(_origin(one))}</li>" for one in found.origins)
     parts = {
-        "DATA": data.replace("</", "<\\/"),  # text of a model must not end the script
+        "DATA": data.replace("<", "\\u003c"),  # a model's text must not end the script
         "TABLES": "".join(one.html() for one in shown),
         "PLOTS": pictures,
         "ORIGINS": f"<h2>Where the numbers come from</h2><ul>{origins}</ul>" if origins else "",
     }
-    text = PAGE.read_text(encoding="utf-8")
-    for name, content in parts.items():
-        text = text.replace(f"<!--{name}-->", content)
-    return text
+    # In one pass: what is put in may hold such a comment itself.
+    return re.sub(
+        r"<!--([A-Z]+)-->", lambda found: parts[found[1]], PAGE.read_text(encoding="utf-8")
+    )
 
 
 def write(paths: Sequence[Path], folder: Path) -> list[Path]:

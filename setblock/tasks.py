@@ -53,6 +53,9 @@ class Task:
         return "".join(solved) + form.format(prompt=item.prompt)
 
 
+SUFFIXES = (".json", ".jsonl", ".gz", ".txt", ".parquet")  # never a hub name's
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of a file or a hub dataset, not looked at yet.
@@ -72,14 +75,16 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
     Raises: ValueError for what can't be read; OSError for a file that is not there.
     """
     path = Path(data)
-    if not path.exists() and str(data).count("/") == 1 and not path.suffix:
+    if not path.exists() and str(data).count("/") == 1 and path.suffix not in SUFFIXES:
         return _hub_rows(str(data), split)
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else None
-        rows = rows or [json.loads(line) for line in text.splitlines() if line.strip()]
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:  # not splitlines: a text may hold other breaks
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
     return Rows(path.name, digest, tuple(rows))

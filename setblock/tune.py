@@ -6,6 +6,7 @@ fastest is taken whose loss on items that had no part in picking is, with the co
 at most the bound.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,12 +89,18 @@ def tune(
 ) -> dict[str, Any]:
     """One line of a record: what was tried, and what is chosen.
 
-    items: at least two that have a right answer; every other one picks, the rest confirm.
+    items: at least two different ones that have a right answer; half of them, drawn by lot, pick,
+    the rest confirm.
     known, on_sample: answers that an earlier call left, and where to keep new ones; run 2c + h is
     candidate c's half h, the baseline being the last candidate. on_round: called after each round.
     common: options of all settings, such as max_new_tokens.
     """
-    halves = [list(items[::2]), list(items[1::2])]
+    # Each prompt once, in an order of no meaning: families and years come one after the other.
+    drawn = list({one.prompt: one for one in items}.values())
+    random.Random(0).shuffle(drawn)
+    halves = [drawn[::2], drawn[1::2]]
+    if not halves[1]:
+        raise ValueError("tuning needs at least 2 different items: one to pick by, one to confirm")
     baseline = Candidate({**BASELINE, **common})
     entries = [Candidate({**options, **common}) for options in tried]
     exact = model.dtype == torch.float32
@@ -117,6 +124,11 @@ def tune(
     while True:
         for one in (baseline, *going):
             answer(one, 0, count)
+        if not any(baseline.answers[0][index].correct for index in range(count)):
+            raise ValueError(
+                f"token by token gets none of {count} items right, so nothing can be lost: look at "
+                "the prompts and at max_new_tokens"
+            )
         lines = [_line(one, baseline, 0, count, target, 1, exact) for one in going]
         order = sorted(range(len(going)), key=lambda i: _rank(lines[i], target))
         kept = max(-(-len(going) // 2), min(FINALISTS, len(going)))
@@ -140,7 +152,7 @@ def tune(
         "confidence": target.confidence,
         "by": target.by,
         "batch_size": batch_size,
-        "picked_on": len(halves[0]),
+        "picked_on": count,
         "confirmed_on": len(halves[1]),
         "baseline": {"score": first["score"], "interval": first["interval"]},
         "finalists": finals,
@@ -148,8 +160,13 @@ def tune(
     }
 
 
-def items_needed(target: Target, finalists: int = FINALISTS) -> int:
-    """How many confirming items prove the bound for a setting that loses on none of them."""
+def items_needed(target: Target, finalists: int = FINALISTS) -> int | None:
+    """How many confirming items prove the bound for a setting that answers all of them alike.
+
+    None if no number does.
+    """
+    if target.max_drop == 0:
+        return None
     confidence = 1 - (1 - target.confidence) / finalists
     count = 1
     while drop_bounds(0, 0, count, confidence)[1] > target.max_drop:

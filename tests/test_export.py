@@ -95,6 +95,29 @@ def test_sampling_takes_its_seed_from_torch(exported, network, tokenizer):
     assert first != seeded
 
 
+def test_a_given_configuration_leaves_the_rest_to_the_checkpoint(network, tokenizer, monkeypatch):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    given = transformers.GenerationConfig(max_new_tokens=4)
+    monkeypatch.setattr(network.generation_config, "repetition_penalty", 3.0)
+    with pytest.raises(ValueError, match=r"repetition_penalty=3\.0 is not supported"):
+        network.generate(**ids, generation_config=given)
+
+
+def test_padding_is_seen_without_a_mask(exported, network, tokenizer):
+    ids = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)["input_ids"]
+    found = network.generate(ids, max_new_tokens=6)
+    pad = tokenizer.pad_token_id
+    rows = [[t for t in row if t != pad] for row in found[:, ids.shape[1] :].tolist()]
+    assert rows == ours(exported, max_new_tokens=6)
+
+
+def test_sampling_without_top_k_takes_that_of_transformers(exported, network, tokenizer):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 12, "seed": 3}
+    [expected, _] = ours(exported, temperature=3.0, top_k=50, max_new_tokens=12, seed=3)
+    assert new(network, ids, **options) == [expected]
+
+
 def test_ends_and_stop_texts(exported, network, tokenizer):
     ids = tokenizer(PROMPTS[0], return_tensors="pt")
     [whole] = new(network, ids, max_new_tokens=12)
@@ -143,6 +166,7 @@ def test_a_streamer_gets_every_token_once_in_order(exported, network, tokenizer,
         ({"output_scores": True}, "output_scores=True is not supported"),
         ({"logits_processor": [1]}, "logits_processor is not supported"),
         ({"assistant_model": object()}, "assistant_model is not supported"),
+        ({"suppress_tokens": [5]}, r"suppress_tokens=\[5\] is not supported"),
         ({"gama": 0.3}, "gama is not supported"),
         ({"solver": "best"}, "solver must be one of"),
         ({"max_new_tokens": 0}, "max_new_tokens.? must be"),

@@ -115,14 +115,38 @@ def test_sampling_and_options_of_a_task(folder):
         load(folder), ["a b"], mode="ntp", max_new_tokens=8, stop="zz", temperature=0.9, seed=3
     )
     assert text == expected.text
+    ask = [Instance("generate_until", {}, ("a b", options), 0)]
+    repeats = [model.generate_until(ask)[0] for _ in range(3)]
+    assert len({text, *repeats}) == 4  # the same request again is another sample
+    plain = {name: value for name, value in options.items() if name != "temperature"}
+    again = [model.generate_until([Instance("generate_until", {}, ("a b", plain), 0)])[0]]
+    assert again != model.generate_until([Instance("generate_until", {}, ("a b", plain), 0)])
     wrong = {"until": ["zz"], "max_gen_toks": 8, "num_beams": 4}
     with pytest.raises(ValueError, match="generation option num_beams is not one of do_sample"):
         model.generate_until([Instance("generate_until", {}, ("a", wrong), 0)])
 
 
+def test_a_special_token_among_the_stop_texts_ends_the_answer(folder):
+    model = SetBlockLM(str(folder), mode="ntp")
+    [plain] = generate(load(folder), ["a b"], mode="ntp", max_new_tokens=12)
+    place = next(i for i, token in enumerate(plain.token_ids) if i and token < 256)
+    name = model.loaded.tokenizer.convert_ids_to_tokens(plain.token_ids[place])
+    model.loaded.special_tokens = (*model.loaded.special_tokens, str(name))
+    options = {"until": [name], "max_gen_toks": 12, "do_sample": False}
+    model.generate_until([Instance("generate_until", {}, ("a b", options), 0)])
+    first = plain.token_ids.index(plain.token_ids[place]) + 1
+    assert model.generated == first
+    assert model.loaded.eos_token_ids == load(folder).eos_token_ids
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mode": "fast"}, "mode must be one of"), ({"solver": "best"}, "solver must be one of")],
+    [
+        ({"mode": "fast"}, "mode must be one of"),
+        ({"solver": "best"}, "solver must be one of"),
+        ({"sovler": "fixed:2"}, "model argument sovler is not one of pretrained, dtype"),
+        ({"peft": "x"}, "model argument peft is not one of"),
+    ],
 )
 def test_bad_values_are_refused_before_the_first_task(folder, options, message):
     with pytest.raises(ValueError, match=message):

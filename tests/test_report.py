@@ -12,6 +12,7 @@ from setblock import evaluate, nano, report
 from setblock.loading import load
 from setblock.records import new_record, save_record
 
+HOSTILE = "a </script> <!-- <script> <!--DATA--> <!--PLOTS--> b"
 FEW: dict[str, Any] = {"max_new_tokens": 8}
 
 
@@ -21,7 +22,7 @@ def folder(checkpoint) -> Path:
 
 
 @pytest.fixture
-def records(run, folder, tmp_path, short_demo) -> dict[str, Path]:
+def records(run, folder, tmp_path, short_demo, monkeypatch) -> dict[str, Path]:
     """One file of each kind, made by the commands."""
     files = {name: tmp_path / f"{name}.json" for name in ("scores", "bench", "tuned", "demo")}
     few = ("--limit", "4", "--max-new-tokens", "8")
@@ -42,9 +43,10 @@ def records(run, folder, tmp_path, short_demo) -> dict[str, Path]:
         *("benchmark", folder, "--limit", "1", "--repeats", "1", "--max-new-tokens", "4"),
         *("--cached", "8", "--out", files["bench"]),
     )
+    monkeypatch.setattr(nano, "check", lambda problem, text: True)  # a random model is never right
     solver = ("--solver", "fixed:2", "--by", "forwards", "--no-write")
     run("tune", folder, "--task", "json", *few, *solver, "--out", files["tuned"])
-    answer = run("demo", "--model", folder, "--prompt", "a </script> b", "--prompt", "c", "--json")
+    answer = run("demo", "--model", folder, "--prompt", HOSTILE, "--prompt", "c", "--json")
     files["demo"].write_text(answer.out)
     return files
 
@@ -80,7 +82,7 @@ def test_everything_is_shown(run, records, tmp_path):
     assert page.count("data:image/png;base64,") == len(names) - 2
     assert not re.search(r'(src|href)="(?!data:)', page)  # needs nothing else
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
-    assert [one["prompt"] for one in data] == ["a </script> b", "c"]
+    assert [one["prompt"] for one in data] == [HOSTILE, "c"]
     for one in data:
         assert [answer["mode"] for answer in one["answers"]] == ["ntp", "sbd"]
         for answer in one["answers"]:
@@ -97,13 +99,22 @@ def test_acceptance_by_offset(folder, tmp_path):
     """From samples made up: forwards of 3, 2, 1 and 3 tokens between the first and the last."""
     model = load(folder)
     line, score = evaluate.run(
-        model, "json", nano.problems("json", "test", 1), 1, mode="verified", branches=1, **FEW
+        model,
+        "json",
+        nano.problems("json", "test", 1),
+        1,
+        mode="verified",
+        block_size=4,
+        branches=4,
+        **FEW,
     )
     steps = [1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6]
     sample = asdict(score.samples[0]) | {"reveal_step": steps}
     record = new_record() | {"results": [line]}
     save_record(record, tmp_path / "some.json")
-    (tmp_path / "some.samples.jsonl").write_text(json.dumps({"run": 0, **sample}) + "\n")
+    older = {name: value for name, value in sample.items() if name != "reveal_step"}
+    rows = [json.dumps({"run": 0, **one}) for one in (sample, older)]
+    (tmp_path / "some.samples.jsonl").write_text("\n".join([*rows, rows[0][:20]]))
     [(label, shares)] = report.read([tmp_path / "some.json"]).accepted
     assert "verified" in label
     assert shares == [

@@ -230,3 +230,14 @@ def test_a_hub_dataset_that_can_not_be_had():
         read_rows("nobody/nothing")
     with pytest.raises(OSError, match="No such file"):
         read_rows("nobody/nothing.jsonl")
+
+
+def test_rows_with_odd_breaks_and_a_mark(tmp_path):
+    """U+2028 and U+0085 are no ends of lines in JSONL; a byte order mark is none of its text."""
+    row = json.dumps({**ROWS["gsm8k"], "question": "a\u2028b\u0085c"}, ensure_ascii=False)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row + "\n", encoding="utf-8-sig")
+    assert load_items(TASKS["gsm8k"], read_rows(file))[0].prompt == "a\u2028b\u0085c"
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="no rows"):
+        load_items(TASKS["gsm8k"], read_rows(file))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+HOSTILE = "</script> <!-- <script> <!--DATA--> <!--PLOTS--> <b>bold</b>"
 SETBLOCK = [sys.executable, "-m", "setblock"]
 
 
@@ -25,6 +26,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = ["--prompt", "What is 384 + 967?", "--prompt", "Who are you?"]
     words = [*SETBLOCK, "demo", *prompts, "--json"]
     file.write_bytes(subprocess.run(words, check=True, capture_output=True).stdout)
+    record = json.loads(file.read_text())
+    hostile = [{**one, "prompt": HOSTILE} for one in record["answers"][:1]]
+    file.write_text(json.dumps(record | {"answers": record["answers"] + hostile}))
     words = [*SETBLOCK, "report", str(file), "--out", str(file.parent)]
     subprocess.run(words, check=True, capture_output=True)
     return file
@@ -95,6 +99,14 @@ def test_the_slider_shows_a_forward(page: Page, demo: Path) -> None:
         assert [i for i in range(len(steps)) if spans.nth(i).get_attribute("class") == "new"] == new
         title = f"forward {steps[0]}, entropy {answer['entropy'][0]:.3f} nats"
         assert spans.first.get_attribute("title") == title
+
+
+def test_text_is_text(page: Page, demo: Path) -> None:
+    """A prompt made of markup stands in the list as it is and breaks nothing."""
+    page.select_option("#prompt", label=HOSTILE)
+    answer = answers_of(demo, HOSTILE)["ntp"]
+    assert counter(page, "ntp") == text(0, 0, answer["num_tokens"])
+    assert page.locator("b").count() == 0
 
 
 def test_pause_and_another_prompt(page: Page, demo: Path) -> None:

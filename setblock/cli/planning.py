@@ -244,7 +244,7 @@ def _measured_forwards(path: Path) -> list[dict[str, Any]]:
     """The timed forwards of a benchmark record."""
     try:
         lines = json.loads(path.read_text(encoding="utf-8"))["forwards"]
-        names = ("batch_size", "cached", "queries", "ratio")
+        names = ("batch_size", "cached", "queries", "ratio", "seconds")
         if not lines or any(name not in line for line in lines for name in names):
             raise KeyError("forwards")
     except (ValueError, KeyError, TypeError) as error:

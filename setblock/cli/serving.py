@@ -11,7 +11,6 @@ from setblock.cli.common import (
     MaskTokenOption,
     ModelName,
     app,
-    load_model,
     out,
     print_json,
 )
@@ -27,13 +26,15 @@ def export(
 ) -> None:
     """Write a checkpoint that stock transformers decodes by blocks.
 
-    With trust_remote_code=True, `AutoModelForCausalLM...generate(input_ids=...)`, `transformers
-    serve` and lm-eval's hf model then decode as the checkpoint's settings say; without, token by
-    token. An adapter is folded into its base; a gated one is refused.
+    With trust_remote_code=True, `AutoModelForCausalLM...generate(input_ids=...)` then decodes as
+    the checkpoint's settings say; without, token by token. An adapter is folded into its base; a
+    gated one is refused.
     """
     from setblock.export import export as write
+    from setblock.loading import load
 
-    model = load_model(model_name, dtype, "cpu", mask_token_id)
+    # As it is stored, where nothing is said.
+    model = load(model_name, dtype.value if dtype else "auto", "cpu", mask_token_id)
     write(model, output_dir)
     if as_json:
         print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})

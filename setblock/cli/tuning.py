@@ -83,14 +83,14 @@ def tune(
     Tries solvers, block sizes and verified decoding on half of the items, fewer settings on more
     items in each round; the last three answer the other half, and the fastest whose loss there is
     proven to be small enough is chosen. Verified decoding in float32 needs no proof: its text is
-    that of token by token. If nothing is both proven and faster, token by token is chosen.
+    that of token by token. If nothing is both proven and faster, nothing is written.
 
     With the default solvers it decodes each picking item about three times, each confirming one
     four times.
     """
     from setblock import evaluate, nano
     from setblock import tune as tuning
-    from setblock.checkpoint import write_settings
+    from setblock.checkpoint import BUNDLED, write_settings
     from setblock.records import Journal
     from setblock.scores import Sample
     from setblock.tasks import TASKS, load_items, read_rows
@@ -101,7 +101,7 @@ def tune(
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    if write and not Path(model_name).is_dir():
+    if write and (model_name in BUNDLED or not Path(model_name).is_dir()):
         raise ValueError(
             f"{model_name!r} is no checkpoint folder that the choice could be written into: name "
             "one, or give --no-write"
@@ -171,10 +171,15 @@ def tune(
         )
         journal.finish(line)
     chosen = line["chosen"]
-    old = model.defaults
-    if write:
+    old, written = model.defaults, write and chosen["mode"] != "ntp"
+    if written:
         names = ("mode", "solver", "block_size")
-        write_settings(model_name, **{name: chosen[name] for name in names if chosen[name]})
+        settings = {name: chosen[name] for name in names if chosen[name]}
+        if mask_token_id is not None:
+            settings["mask_token_id"] = mask_token_id
+        if dtype is not None:
+            settings["dtype"] = dtype.value
+        write_settings(model_name, **settings)
     if as_json:
         print_json(record)
         return
@@ -183,7 +188,7 @@ def tune(
         out.print("verified in float32 needs no bound: its text is that of token by token")
     unit = "the speed of token by token" if by == "clock" else "fewer forwards than token by token"
     out.print(f"chosen: {_words(chosen)}, {chosen['speed']:.2f} times {unit}")
-    if write:
+    if written:
         out.print(
             f"written into {Path(model_name) / 'generation_config.json'}, where it was "
             f"{_words(old)}"
@@ -191,8 +196,9 @@ def tune(
     if chosen["mode"] == "ntp":
         need = tuning.items_needed(target)
         out.print(
-            f"nothing faster is proven to lose at most {max_drop:g} points; that takes at least "
-            f"{need} confirming items, here were {line['confirmed_on']}"
+            f"nothing faster is proven to lose at most {max_drop:g} points, and nothing is written"
+            + (f"; a setting that answers all alike needs {need} confirming items" if need else "")
+            + f", here were {line['confirmed_on']}"
         )
 
 
