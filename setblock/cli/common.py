@@ -156,6 +156,7 @@ def load_model(
 
     from setblock.loading import load
 
+    quiet_libraries()
     transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
