@@ -17,7 +17,6 @@ test: setup
 test-browser: setup
 	command -v chromium || command -v chromium-browser || \
 		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends chromium; }
-	$(PIP) --editable ".[browser]"
 	$(BIN)/python -m pytest tests_browser
 
 check: setup
