@@ -149,7 +149,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def load_model(
-    name: str, dtype: Dtype | None, device: str | None, mask_token_id: int | None
+    name: str, dtype: Dtype | str | None, device: str | None, mask_token_id: int | None
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
     from transformers.utils import logging as transformers_logging
@@ -161,7 +161,7 @@ def load_model(
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with err.status(Text(f"loading {name}")):
-        return load(name, dtype=dtype and dtype.value, device=device, mask_token_id=mask_token_id)
+        return load(name, dtype=dtype and str(dtype), device=device, mask_token_id=mask_token_id)
 
 
 def quiet_libraries() -> None:

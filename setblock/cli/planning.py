@@ -148,7 +148,9 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which mode, block size and batch pay on a machine, by arithmetic; which models do.
+    """Say which mode, block size and batch pay on a machine, by arithmetic.
+
+    With --latency also which known models are quick enough.
 
     Communication and memory's size are left out. Check what matters with `setblock benchmark`.
     """

@@ -11,6 +11,7 @@ from setblock.cli.common import (
     MaskTokenOption,
     ModelName,
     app,
+    load_model,
     out,
     print_json,
 )
@@ -31,10 +32,9 @@ def export(
     gated one is refused.
     """
     from setblock.export import export as write
-    from setblock.loading import load
 
     # As it is stored, where nothing is said.
-    model = load(model_name, dtype.value if dtype else "auto", "cpu", mask_token_id)
+    model = load_model(model_name, dtype or "auto", "cpu", mask_token_id)
     write(model, output_dir)
     if as_json:
         print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})
