@@ -32,7 +32,7 @@ LEVELS = (
     ("loading", "decode", "train", "export"),
     ("verified", "likelihood"),
     ("generation",),
-    ("evaluate", "live", "watch", "benchmark", "lm_eval", "custom_generate"),
+    ("evaluate", "live", "watch", "benchmark", "lm_eval", "custom_generate", "serve"),
     ("answers", "tune", "report"),
     ("finetune",),
     ("cli",),

@@ -1,15 +1,20 @@
-"""Commands for other tools: export."""
+"""Commands for other tools: export, serve."""
 
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from setblock.cli.common import (
+    BlockSizeOption,
+    DeviceOption,
     DtypeOption,
     JsonOption,
     MaskTokenOption,
     ModelName,
+    ModeOption,
+    SolverOption,
     app,
     load_model,
     out,
@@ -40,3 +45,69 @@ def export(
         print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})
         return
     out.print(f"{model_name} is now in {output_dir}, for stock transformers")
+
+
+@app.command()
+def serve(
+    model_name: ModelName,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every network's.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
+    mode: ModeOption = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    allow_untrained: Annotated[
+        bool,
+        typer.Option(
+            "--allow-untrained", help="Serve a model that was never trained for set block decoding."
+        ),
+    ] = False,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
+
+    By transformers' own server; requests are answered one after the other. Mode, solver and block
+    size are what a request gets that names none. With --json, one line says where it listens.
+    There is no authentication: listen on other addresses than the loopback behind a proxy alone.
+    """
+    try:
+        import uvicorn
+
+        from setblock.serve import build
+    except ImportError as error:
+        raise ImportError(
+            f"serve needs more packages: pip install 'setblock[serve]' ({error})"
+        ) from None
+    from setblock.generation import settings_for
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except OSError as error:
+            raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
+        model = load_model(model_name, dtype, device, mask_token_id)
+        if not model.trained and not allow_untrained:
+            raise ValueError(
+                f"{model_name} was never trained for set block decoding: its blocks would hardly "
+                "make sense; --allow-untrained serves it all the same"
+            )
+        given = {"mode": mode, "solver": solver, "block_size": block_size}
+        model.defaults |= {name: value for name, value in given.items() if value is not None}
+        settings_for(model)  # bad values are refused here
+        application = build(model, model_name)
+        listening.listen()
+        place = f"[{host}]" if ":" in host else host
+        address = f"http://{place}:{listening.getsockname()[1]}/v1"
+        if as_json:
+            print_json({"model": model_name, "url": address, **model.defaults})
+        else:
+            out.print(f"{model_name} answers at {address} until Ctrl-C")
+        uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listening])
