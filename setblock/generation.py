@@ -11,6 +11,8 @@ from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
+ONE_SHOT = "entropy:inf"  # the solver that fills a block in one forward
+
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -45,8 +47,8 @@ class Options(TypedDict, total=False):
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
     """The options as `Settings`, what is absent taken from the checkpoint.
 
-    Draft "branches" of mode "verified": what is absent of block_size, branches and seeds is what is
-    quickest by the arithmetic of `roofline.best_spending`, for `rows` rows decoded together.
+    Mode "verified": what is absent of draft, block_size, branches and seeds is what is quickest by
+    the arithmetic of `roofline.best_spending`, for `rows` rows decoded together.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -59,7 +61,7 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
         if "solver" in typed:
             raise ValueError(f"solver is for draft 'solver', got {typed['solver']} with branches")
-        given |= _spending(model, given, rows, "block_size" in typed)
+        given |= _spending(model, given, rows, "block_size" in typed, "draft" in typed)
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {
@@ -74,15 +76,18 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
 
 
 def _spending(
-    model: Model, given: dict[str, Any], rows: int, fixed_size: bool
-) -> dict[str, int | None]:
-    """block_size, branches and seeds: those given, and the quickest of what is not."""
+    model: Model, given: dict[str, Any], rows: int, fixed_size: bool, one_forward: bool
+) -> dict[str, Any]:
+    """draft, block_size, branches and seeds: those given, and the quickest of what is not."""
     size, branches, seeds = given["block_size"], given.get("branches"), given.get("seeds")
     # What is no number, or too small a one, is refused by Settings, by name.
     for value, least in ((size, 1), (branches, 1), (seeds, 0)):
         if value is not None and (type(value) is not int or value < least):
             return {}
-    best = model.best_spending(size, rows, branches=branches, seeds=seeds, fixed_size=fixed_size)
+    fixed = {"branches": branches, "seeds": seeds, "fixed_size": fixed_size}
+    best = model.best_spending(size, rows, **fixed, one_forward=one_forward)
+    if best.branches == 0:
+        return {"block_size": best.block_size, "draft": "solver", "solver": ONE_SHOT}
     branches = branches or best.branches
     return {"block_size": best.block_size, "branches": branches, "seeds": best.seeds}
 

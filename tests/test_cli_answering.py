@@ -154,6 +154,23 @@ def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
     assert "pay" not in run("generate", trained, *words, "--block-size", "4").err
 
 
+def test_verified_takes_two_forwards_a_cycle_where_that_is_quicker(run, trained, monkeypatch):
+    held = []
+
+    def pair(*words: Any, **fixed: Any) -> roofline.Spending:
+        held.append(fixed["one_forward"])
+        return roofline.Spending(4, 1 if held[-1] else 0, 0, 2.0, 1.0)
+
+    monkeypatch.setattr(Model, "best_spending", pair)
+    words = ["--prompt", "hi", "--mode", "verified", *SHORT]
+    answer = run("generate", trained, *words, "--json").json
+    assert (answer["draft"], answer["solver"], answer["block_size"]) == ("solver", "entropy:inf", 4)
+    assert not any(held)
+    answer = run("generate", trained, *words, "--draft", "branches", "--json").json
+    assert (answer["draft"], answer["branches"]) == ("branches", 1)
+    assert held[-1]
+
+
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
     """The clock stands still but for one second in each of these three."""
     now = 0.0

@@ -17,6 +17,7 @@ from setblock.machines import (
 )
 from setblock.roofline import (
     ACCEPTANCE,
+    DISPATCH_S,
     HITS,
     PAPER,
     PAPER_H100,
@@ -203,8 +204,10 @@ def test_spending_where_each_query_token_costs_as_much_as_a_forward() -> None:
     layer = Dimensions(1, ((8, 8),), 0, 0)
     best = best_spending(layer, slow, 16)
     assert (best.block_size, best.tokens_per_forward) == (1, 1.0), "drafting would never pay"
-    best = best_spending(layer, slow, 16, fixed_size=True)
+    best = best_spending(layer, slow, 16, fixed_size=True, one_forward=True)
     assert (best.block_size, best.branches, best.seeds) == (16, 1, 0), "all but what is given"
+    best = best_spending(layer, slow, 16, fixed_size=True)
+    assert (best.block_size, best.branches) == (16, 0), "no branch costs least"
 
 
 @pytest.mark.parametrize("given", [{"branches": 3}, {"seeds": 2}, {"branches": 40, "seeds": 0}])
@@ -213,6 +216,25 @@ def test_spending_keeps_what_is_given(given) -> None:
     assert best.branches == min(given.get("branches", best.branches), best.block_size)
     assert best.seeds == given.get("seeds", best.seeds)
     assert best.block_size > 1
+
+
+def test_two_forwards_a_cycle_where_query_tokens_are_dear() -> None:
+    """A large batch computes: the form with the fewest query tokens wins, if it is allowed."""
+    machine = device("h100")
+    best = best_spending(LLAMA_8B, machine, 16, 64, 16, 0.95)
+    assert best.branches == 0
+    chances = [0.95**n * (0.05 if n < best.block_size - 1 else 1) for n in range(best.block_size)]
+    tokens = 1 + sum(n * chance for n, chance in enumerate(chances))
+    assert best.tokens_per_forward == pytest.approx(tokens / 2)
+    drafts = 2 * (DISPATCH_S * 32 + forward_s(LLAMA_8B, machine, best.block_size, 64, 16))
+    assert best.seconds_per_token == pytest.approx(drafts / tokens)
+    held = best_spending(LLAMA_8B, machine, 16, 64, 16, 0.95, one_forward=True)
+    assert held.branches > 0
+    assert held.seconds_per_token > 1.1 * best.seconds_per_token
+    assert best_spending(LLAMA_8B, machine, 16, 64, 16, 0.95, seeds=0).branches > 0
+    assert best_spending(LLAMA_8B, machine, 16).branches > 0, "one row has query tokens to spare"
+    close = best_spending(LLAMA_8B, machine, 16, 64, 16)
+    assert close.branches > 0, "less than a tenth is not worth the bound on forwards"
 
 
 def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -> None:

@@ -96,8 +96,8 @@ SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
 BlockSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a block. Default: the checkpoint's, else 16; with --draft branches up to "
-        "that, what is quickest by arithmetic."
+        help="Tokens of a block. Default: the checkpoint's, else 16; in mode verified, unless "
+        "--draft is solver, up to that, what is quickest by arithmetic."
     ),
 ]
 SeedFirstOption = Annotated[
@@ -118,7 +118,7 @@ DraftOption = Annotated[
     Draft | None,
     typer.Option(
         help="Mode verified: branches drafts in the forward that verifies, solver in forwards of "
-        "its own, with --solver. Default: branches."
+        "its own, with --solver. Default: what is quicker by arithmetic."
     ),
 ]
 BranchesOption = Annotated[
