@@ -1,4 +1,4 @@
-"""Wall clock of this package's modes beside what transformers offers, on the same weights.
+"""Wall clock of this package's modes beside what others offer, on the same weights.
 
 Ratios are paired: in each repeat every contender answers the same prompts, one after the other, and
 its time per token is set against that of our own next-token decoding in the same repeat.
@@ -6,118 +6,14 @@ its time per token is set against that of our own next-token decoding in the sam
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from setblock.generation import Options, generate
+from setblock.contenders import BASELINE, Contender, Run, now
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
-
-BASELINE = "ntp"
-LOOKUP_TOKENS = 10  # transformers' own default for prompt-lookup decoding
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one contender took for one batch of prompts, in seconds, and what came of it.
-
-    prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
-    None where the library does not tell.
-    """
-
-    prefill_s: float
-    decode_s: float
-    tokens: int
-    nfe: int | None
-    token_ids: tuple[tuple[int, ...], ...]
-
-
-Contender = Callable[[Model, Sequence[Sequence[int]], int], Run]
-
-
-def ours(**options: Any) -> Contender:
-    """One of this package's modes."""
-
-    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
-        given: Options = {**options, "max_new_tokens": max_new_tokens}  # type: ignore[typeddict-item]
-        answers = generate(model, prompts, **given)
-        return Run(
-            prefill_s=max(one.prefill_s for one in answers),
-            decode_s=max(one.decode_s for one in answers),
-            tokens=sum(one.num_tokens for one in answers),
-            nfe=sum(one.nfe for one in answers),
-            token_ids=tuple(one.token_ids for one in answers),
-        )
-
-    return run
-
-
-def transformers_generate(**options: Any) -> Contender:
-    """transformers' own greedy `generate`, prompts padded on the left, no mask token."""
-
-    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
-        width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), model.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
-            mask[row, width - len(prompt) :] = 1
-        network: Any = model.network
-        ends = sorted(model.eos_token_ids)
-
-        def timed(count: int) -> tuple[float, torch.Tensor]:
-            begin = _now(model)
-            found = network.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=count,
-                do_sample=False,
-                suppress_tokens=[model.mask_token_id],
-                pad_token_id=model.pad_token_id,
-                eos_token_id=ends or None,
-                **options,
-            )
-            return _now(model) - begin, found[:, width:]
-
-        prefill_s, _ = timed(1)
-        whole_s, found = timed(max_new_tokens)
-        answers = []
-        for row in found.tolist():
-            stop = min((row.index(end) + 1 for end in ends if end in row), default=len(row))
-            answers.append(tuple(row[:stop]))
-        return Run(
-            prefill_s=prefill_s,
-            decode_s=max(whole_s - prefill_s, 0.0),
-            tokens=sum(map(len, answers)),
-            nfe=None,
-            token_ids=tuple(answers),
-        )
-
-    return run
-
-
-def contenders(batch_size: int, **sbd: Any) -> dict[str, Contender]:
-    """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
-
-    sbd: solver and block size of modes "sbd" and "verified". transformers looks up prompts for one
-    row at a time only.
-    """
-    size = {"block_size": sbd["block_size"]} if sbd.get("block_size") else {}
-    found: dict[str, Contender] = {
-        BASELINE: ours(mode="ntp"),
-        "sbd": ours(mode="sbd", **sbd),
-        "verified": ours(mode="verified", **size),
-        "transformers": transformers_generate(),
-    }
-    if batch_size == 1:
-        found["transformers-lookup"] = transformers_generate(
-            prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True
-        )
-    return found
 
 
 def stretched(prompt: Sequence[int], length: int | None) -> list[int]:
@@ -211,9 +107,9 @@ def forward_costs(
             tokens = torch.full((batch_size, count), model.mask_token_id, device=model.device)
             times = []
             for _ in range(repeats + 1):
-                begin = _now(model)
+                begin = now(model)
                 model.forward(tokens, layout, cache)
-                times.append(_now(model) - begin)
+                times.append(now(model) - begin)
             seconds[count] = statistics.median(times[1:])
             yield {
                 "batch_size": batch_size,
@@ -222,10 +118,3 @@ def forward_costs(
                 "seconds": seconds[count],
                 "ratio": seconds[count] / seconds[1],
             }
-
-
-def _now(model: Model) -> float:
-    """Seconds on a clock, after the device has done what it was told."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()

@@ -71,7 +71,9 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     else:
         content = {}
     content["setblock"] = checked_settings(content.get("setblock", {}) | settings)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    fresh = path.with_suffix(".json.new")
+    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    fresh.replace(path)  # a kill or a full disk leaves the old file whole
 
 
 def any_of(names: Iterable[str]) -> str:

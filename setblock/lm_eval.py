@@ -97,6 +97,11 @@ class SetBlockLM(BASE):
         prompts = [ids[seen.bool()].tolist() for ids, seen in zip(context, shown, strict=True)]
         options: Options = {**self.decoding, **given}  # type: ignore[typeddict-item]
         options["max_new_tokens"] = max_length - context.shape[1]
+        # lm-eval fills the context to its last token, and whole blocks may need a few more: as it
+        # does itself, the front of a prompt that is too long goes.
+        slots = settings_for(self.loaded, **options).num_slots
+        room = self.loaded.context_length - slots
+        prompts = [ids[-room:] for ids in prompts]
         # Noise is drawn by seed and row: a request that comes again must not get the same.
         options["seed"] = options.get("seed", 0) + self.prompts
         self.prompts += len(prompts)

@@ -139,7 +139,10 @@ MODELS = {
 
 
 def dimensions_of(config: Any) -> Dimensions:
-    """Those of a transformers configuration, its feed-forward layers taken to be gated."""
+    """Those of a transformers configuration, its feed-forward layers taken to be gated.
+
+    A mixture of experts counts as if it had one: what its forwards cost depends on the tokens.
+    """
     hidden, heads = config.hidden_size, config.num_attention_heads
     return _gated(
         config.num_hidden_layers,
@@ -163,7 +166,11 @@ def find_model(name: str) -> Dimensions:
     try:
         if not place.is_dir() and name.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")
-        return dimensions_of(AutoConfig.from_pretrained(place if place.is_dir() else name))
+        config = AutoConfig.from_pretrained(place if place.is_dir() else name)
+        experts = ("num_local_experts", "num_experts", "n_routed_experts")
+        if any((getattr(config, field, None) or 0) > 1 for field in experts):
+            raise ValueError("the arithmetic has no place for a mixture of experts")
+        return dimensions_of(config)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "

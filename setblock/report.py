@@ -96,7 +96,10 @@ def read(paths: Sequence[Path]) -> Measured:
             for one in record.get("comparisons", []):
                 _ = [one[name] for name in COMPARISON]
                 found.comparisons.append(one)
-            found.forwards += record.get("forwards", [])
+            models = {Path(line["model"]).name for line in record["results"]}
+            found.forwards += [
+                {**line, "model": " ".join(sorted(models))} for line in record.get("forwards", [])
+            ]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
     return found
@@ -178,10 +181,10 @@ def tables(found: Measured) -> list[Shown]:
         )  # fmt: skip
         shown.append(Shown("Wall clock against token by token", header, rows))
     if found.forwards:
-        header = ("query tokens", "batch", "cached", "ms", "against one", "predicted")
+        header = ("model", "query tokens", "batch", "cached", "ms", "against one", "predicted")
         rows = tuple(
             (
-                *(str(line[name]) for name in ("queries", "batch_size", "cached")),
+                *(str(line[name]) for name in ("model", "queries", "batch_size", "cached")),
                 f"{1000 * line['seconds']:.2f}",
                 f"{line['ratio']:.2f}",
                 _cell(line.get("predicted_ratio"), ".2f"),
@@ -258,15 +261,18 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
     judged = [line for line in found.scores if line["interval"] and line["task"] != "perplexity"]
     if judged:
         figure, axes = panel("tokens per forward", "score, 95 % interval")
-        for task in dict.fromkeys(line["task"] for line in judged):
-            lines = [line for line in judged if line["task"] == task]
+        curves = {(Path(line["model"]).name, line["task"]) for line in judged}
+        for model, task in sorted(curves):
+            lines = [
+                line for line in judged if (Path(line["model"]).name, line["task"]) == (model, task)
+            ]
             lines.sort(key=lambda line: line["tokens_per_forward"])
             x, y = ([line[name] for line in lines] for name in ("tokens_per_forward", "score"))
             low, high = (
                 [max(sign * (line["interval"][end] - line["score"]), 0.0) for line in lines]
                 for end, sign in ((0, -1), (1, 1))
             )
-            axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=task)
+            axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=f"{model}, {task}")
         axes.legend()
         save(figure, "score", "Score against tokens per forward")
     answered = [line for line in found.scores if line["task"] != "perplexity"]
@@ -278,11 +284,12 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
         save(figure, "tokens", "Tokens per forward by task")
     if found.forwards:
         figure, axes = panel("query tokens", "seconds against a forward of one token")
-        places = dict.fromkeys((line["batch_size"], line["cached"]) for line in found.forwards)
+        key = ("model", "batch_size", "cached")
+        places = dict.fromkeys(tuple(line[name] for name in key) for line in found.forwards)
         for number, place in enumerate(places):
-            lines = [one for one in found.forwards if (one["batch_size"], one["cached"]) == place]
+            lines = [one for one in found.forwards if tuple(one[name] for name in key) == place]
             x = [line["queries"] for line in lines]
-            label = f"batch {place[0]}, {place[1]} cached"
+            label = "{}, batch {}, {} cached".format(*place)
             axes.plot(x, [one["ratio"] for one in lines], f"C{number}o-", label=label)
             if all("predicted_ratio" in one for one in lines):
                 predicted = [one["predicted_ratio"] for one in lines]

@@ -227,3 +227,39 @@ def api(folder: Path, prompt: Any, chat: bool = False, **options: Any) -> Any:
     import setblock
 
     return setblock.generate(setblock.load(folder), [prompt], chat=chat, **options)[0]
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch) -> list[Any]:
+    """A vLLM whose engines answer as mode "ntp" does; the engines that were started."""
+    import types
+
+    from setblock import contenders, generation, loading
+
+    engines: list[Any] = []
+
+    class LLM:
+        def __init__(self, **given: Any) -> None:
+            self.given, self.environment, self.ended = given, dict(os.environ), False
+            self.limits: list[int] = []
+            self.served = loading.load(given["model"], dtype=given["dtype"], device="cpu")
+            core = types.SimpleNamespace(shutdown=lambda: setattr(self, "ended", True))
+            self.llm_engine = types.SimpleNamespace(engine_core=core)
+            engines.append(self)
+
+        def generate(self, prompts: Any, settings: Any, use_tqdm: bool) -> Any:
+            assert settings.temperature == 0
+            assert settings.logit_bias == {self.served.mask_token_id: -100.0}
+            self.served.eos_token_ids = frozenset(settings.stop_token_ids)
+            self.limits.append(settings.max_tokens)
+            ids = [one["prompt_token_ids"] for one in prompts]
+            found = generation.generate(
+                self.served, ids, mode="ntp", max_new_tokens=settings.max_tokens
+            )
+            return [types.SimpleNamespace(outputs=[one]) for one in found]
+
+    made: Any = types.ModuleType("vllm")
+    made.LLM, made.SamplingParams = LLM, types.SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", made)
+    monkeypatch.setattr(contenders, "find_spec", lambda name: name)
+    return engines

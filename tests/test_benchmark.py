@@ -1,12 +1,14 @@
 """The benchmark's numbers, with a clock that stands still but where the test moves it."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
-from setblock import benchmark
-from setblock.benchmark import Run, compare, forward_costs, stretched, transformers_generate
+from setblock import contenders
+from setblock.benchmark import compare, forward_costs, stretched
+from setblock.contenders import Run, transformers_generate
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
@@ -28,13 +30,47 @@ def test_transformers_says_what_next_token_decoding_does(model):
 
 
 def test_prompt_lookup_says_the_same(model):
-    found = benchmark.contenders(1, solver=None, block_size=None)
+    found = contenders.contenders(1, solver=None, block_size=None)
     assert list(found) == ["ntp", "sbd", "verified", "transformers", "transformers-lookup"]
     for prompt in PROMPTS:
         runs = {name: run(model, [prompt], 12) for name, run in found.items()}
         for name in ("verified", "transformers", "transformers-lookup"):
             assert runs[name].token_ids == runs["ntp"].token_ids
-    assert "transformers-lookup" not in benchmark.contenders(2, solver=None, block_size=None)
+    assert "transformers-lookup" not in contenders.contenders(2, solver=None, block_size=None)
+
+
+def test_vllm_is_asked_for_the_same(model, fake_vllm, monkeypatch):
+    """An engine that answers as ours does; what it was told stands beside it."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert contenders.vllm_missing(model) is None
+    ours = generate(model, PROMPTS, mode="ntp", max_new_tokens=12)
+    with contenders.vllm(model, 5, 3, 12) as run:
+        found = run(model, PROMPTS, 12)
+        [engine] = fake_vllm
+        assert not engine.ended
+    assert engine.ended
+    assert found.token_ids == tuple(one.token_ids for one in ours)
+    assert found.tokens == sum(one.num_tokens for one in ours)
+    assert found.prefill_s > 0
+    assert engine.limits == [1, 12], "the first token alone, then all"
+    assert (engine.given["max_model_len"], engine.given["max_num_seqs"]) == (17, 3)
+    assert (engine.given["dtype"], engine.given["enable_prefix_caching"]) == ("float32", False)
+    assert engine.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert engine.environment["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ, "restored"
+
+
+def test_why_vllm_can_not_take_part(model, fake_vllm, monkeypatch, tmp_path):
+    monkeypatch.setattr(model, "adapted", True)
+    assert "merge it first" in str(contenders.vllm_missing(model))
+    monkeypatch.undo()
+    monkeypatch.setattr(contenders, "find_spec", lambda name: None)
+    assert contenders.vllm_missing(model) == "it is not installed"
+    monkeypatch.setattr(contenders, "find_spec", lambda name: name)
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setattr(model, "name", str(tmp_path / "x.gguf"))
+    assert contenders.vllm_missing(model) == "the model is a GGUF file"
 
 
 def test_answers_end_at_eos(model, monkeypatch):
@@ -86,7 +122,7 @@ def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
         return forward(tokens, layout, cache, logits_at)
 
     monkeypatch.setattr(model, "forward", timed)
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(contenders.time, "perf_counter", lambda: now)
     lines = list(forward_costs(model, [0, 8], (1, 4, 8), 2, 3))
     assert [(one["cached"], one["queries"], one["seconds"]) for one in lines] == [
         (0, 1, 1), (0, 4, 4), (0, 8, 8), (8, 1, 9), (8, 4, 12), (8, 8, 16)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from setblock import evaluate, nano, records
+from setblock import contenders, evaluate, nano, records
 
 SHORT = ["--max-new-tokens", "8"]
 STOPPED = "interrupted: what is done is kept, go on with --resume"
@@ -201,7 +201,7 @@ def test_benchmark_every_option(run, trained, tmp_path):
         "--limit", "2", "--batch-size", "1", "--batch-size", "2", "--prompt-length", "8",
         "--prompt-length", "20", "--max-new-tokens", "4", "--repeats", "1", "--cached", "16",
         "--solver", "fixed:2", "--block-size", "4", "--mask-token-id", "9", "--dtype", "float32",
-        "--device", "cpu",
+        "--device", "cpu", "--no-vllm",
     ]  # fmt: skip
     record = run("benchmark", trained, *words, "--out", path, "--json").json
     assert record == json.loads(path.read_text())
@@ -223,6 +223,30 @@ def test_benchmark_every_option(run, trained, tmp_path):
     result = run("benchmark", trained, *few)
     assert "transformers-lookup" in result.out
     assert "against one token" in result.out
+
+
+def test_vllm_takes_part_where_it_is_installed(run, trained, fake_vllm):
+    few = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "2", "--prompt-length", "9"]
+    few += ["--cached", "0", "--json"]
+    lines = run("benchmark", trained, *few, "--vllm").json["results"]
+    assert lines[-1]["contender"] == "vllm"
+    assert lines[-1]["identical_share"] == 1
+    assert run("benchmark", trained, *few).json["results"][-1]["contender"] == "vllm"
+    assert len(fake_vllm) == 2
+    assert all(engine.ended for engine in fake_vllm)
+    assert fake_vllm[0].given["max_model_len"] == 11
+    record = run("benchmark", trained, *few, "--no-vllm").json
+    assert [line["contender"] for line in record["results"]][-1] == "transformers-lookup"
+    assert "vllm" not in record
+
+
+def test_vllm_is_missed(run, trained, monkeypatch):
+    monkeypatch.setattr(contenders, "find_spec", lambda name: None)
+    few = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "2", "--prompt-length", "9"]
+    message = "--vllm: vLLM can't take part, it is not installed"
+    assert run("benchmark", trained, *few, "--vllm").error == message
+    record = run("benchmark", trained, *few, "--cached", "0", "--json").json
+    assert record["vllm"] == "left out: it is not installed"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,19 @@ def test_sampling_and_options_of_a_task(folder):
         model.generate_until([Instance("generate_until", {}, ("a", wrong), 0)])
 
 
+def test_a_prompt_that_fills_the_context_loses_its_front(folder):
+    """lm-eval cuts it to what its own limit leaves; a whole block more has to fit here."""
+    model = SetBlockLM(str(folder), mode="sbd", solver="fixed:2", block_size=6)
+    options = {"until": ["zz"], "max_gen_toks": 8, "do_sample": False}
+    text = "abc" * 200
+    [found] = model.generate_until([Instance("generate_until", {}, (text, options), 0)])
+    ids = load(folder).encode(text)[-(256 - 12) :]
+    [expected] = generate(
+        load(folder), [ids], mode="sbd", solver="fixed:2", block_size=6, max_new_tokens=8, stop="zz"
+    )
+    assert found == expected.text
+
+
 def test_a_special_token_among_the_stop_texts_ends_the_answer(folder):
     model = SetBlockLM(str(folder), mode="ntp")
     [plain] = generate(load(folder), ["a b"], mode="ntp", max_new_tokens=12)

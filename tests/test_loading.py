@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,21 @@ def test_settings_that_make_no_sense_are_refused(checkpoint, settings, message):
         load(checkpoint(settings=settings))
 
 
+def test_settings_are_written_whole_or_not_at_all(checkpoint, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoint(), tmp_path / "copy")
+    write_settings(folder, block_size=4)
+    before = (folder / "generation_config.json").read_text()
+
+    def cut(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[:20])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="No space left"):
+        write_settings(folder, block_size=8)
+    assert (folder / "generation_config.json").read_text() == before
+
+
 def test_settings_written_to_a_checkpoint_are_found(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint(), tmp_path / "copy")
     write_settings(folder, mask_token_id=7, trained=True)
@@ -78,6 +94,9 @@ def test_settings_written_to_a_checkpoint_are_found(checkpoint, tmp_path):
     assert load(folder).eos_token_ids == {token_id("</s>")}  # the file's other keys stay
     with pytest.raises(ModelError, match="'blocksize' is not one of"):
         write_settings(folder, blocksize=4)
+    assert sorted(file.name for file in folder.iterdir()) == sorted(
+        {"generation_config.json", *(file.name for file in checkpoint().iterdir())}
+    )
     write_settings(folder, device="abacus")
     with pytest.raises(ModelError, match="device 'abacus' can't be used"):
         load(folder, device=None)

@@ -180,6 +180,8 @@ def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
     assert find_model(str(folder)) == dimensions_of(transformers.AutoConfig.from_pretrained(folder))
     with pytest.raises(ValueError, match=r"no model 'nowhere': not one of llama-3\.1-8b, "):
         find_model("nowhere")
+    with pytest.raises(ValueError, match="no place for a mixture of experts"):
+        find_model(str(checkpoint("mixtral")))
 
 
 @pytest.mark.parametrize("name", set(DEVICES) - {"cpu"})

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -120,6 +120,35 @@ def test_verified_decoding_needs_no_proof_in_float32(model, items, judge):
     half = load(model.name, dtype="bfloat16")
     assert half.dtype == torch.bfloat16
     line, _ = tuned(half, items, [{"mode": "verified"}], tight)
+    assert not line["finalists"][0]["proven"]
+
+
+def test_settings_answer_in_turns(model, items, judge):
+    """A batch each, so that a machine that slows down slows all of them alike."""
+    judge(lambda mode, number: True)
+    order: list[int] = []
+    tuned(
+        model, items, candidates(model, SOME[:2], [4]),
+        on_sample=lambda run, sample: order.append(run // 2),
+    )  # fmt: skip
+    turns = [order[first : first + 8] for first in range(0, 4 * 8, 8)]
+    assert [set(turn) for turn in turns] == [{3}, {0}, {1}, {2}], "the baseline, then the others"
+    confirming = order[4 * 8 :]
+    assert [len(list(some)) for _, some in groupby(confirming)] == [8] * 8 + [4] * 4
+
+
+def test_verified_answers_that_differ_while_picking_prove_nothing(model, items, judge):
+    """A text that can't differ and did is a sign that something is wrong."""
+    judge(lambda mode, number: True)
+    kept: dict[int, list] = {}
+    only = [{"mode": "verified"}]
+    tight = Target(0.0, 0.99, "forwards")
+    tuned(
+        model, items, only, tight, on_sample=lambda run, one: kept.setdefault(run, []).append(one)
+    )
+    kept[0][0] = replace(kept[0][0], token_ids=(1, 2))  # verified, the picking half
+    line, _ = tuned(model, items, only, tight, known=lambda run: kept.get(run, []))
+    assert line["finalists"][0]["identical_share"] == 1
     assert not line["finalists"][0]["proven"]
 
 

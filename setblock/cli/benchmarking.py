@@ -1,5 +1,6 @@
 """The command that measures wall clock: benchmark."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,13 @@ def benchmark(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128,
     repeats: Annotated[int, typer.Option(help="Timed rounds, after one that warms up.")] = 5,
+    vllm: Annotated[
+        bool | None,
+        typer.Option(
+            "--vllm/--no-vllm",
+            help="Let vLLM take part, token by token. Default: if it is installed and can.",
+        ),
+    ] = None,
     cached: Annotated[
         list[int] | None,
         typer.Option(
@@ -61,7 +69,7 @@ def benchmark(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time token-by-token, set block and verified decoding beside transformers' own.
+    """Time token-by-token, set block and verified decoding beside transformers' own, and vLLM's.
 
     All answer the same prompts greedily, with the same weights, in turns: first a round that warms
     up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
@@ -69,7 +77,7 @@ def benchmark(
     forwards of 1, k and 2k tokens are timed.
     """
     from setblock import benchmark as measure
-    from setblock import machines, nano
+    from setblock import contenders, machines, nano
     from setblock.generation import encode, settings_for
     from setblock.plan import beside_measured
     from setblock.records import Journal
@@ -104,17 +112,32 @@ def benchmark(
     ids = encode(model, texts, chat)
     record = journal.record
     record |= {"dtype": str(model.dtype).removeprefix("torch."), "chat": chat, "forwards": []}
-    for length in prompt_length or [None]:
-        prompts = [measure.stretched(one, length) for one in ids]
-        for batch in batch_size or [1]:
-            rivals = measure.contenders(batch, **sbd)
-            with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
-                lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
-                for line in lines:
-                    journal.finish({"task": "benchmark", "model": model.name, **line})
+    sizes = batch_size or [1]
+    longest = max(prompt_length or map(len, ids))
+    with ExitStack() as running:
+        engine = None
+        missing = contenders.vllm_missing(model)
+        if vllm and missing:
+            raise ValueError(f"--vllm: vLLM can't take part, {missing}")
+        if vllm is not False and not missing:
+            with err.status("vLLM starts"):
+                started = contenders.vllm(model, longest, max(sizes), max_new_tokens)
+                engine = running.enter_context(started)
+        elif vllm is None:
+            record["vllm"] = f"left out: {missing}"
+        for length in prompt_length or [None]:
+            prompts = [measure.stretched(one, length) for one in ids]
+            for batch in sizes:
+                rivals = contenders.contenders(batch, **sbd)
+                if engine is not None:
+                    rivals["vllm"] = engine
+                with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
+                    lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
+                    for line in lines:
+                        journal.finish({"task": "benchmark", "model": model.name, **line})
     dimensions = machines.dimensions_of(model.network.config)
     machine = machines.device_of(model.device, model.dtype)
-    for batch in batch_size or [1]:
+    for batch in sizes:
         with err.status(Text(f"single forwards, batches of {batch}")):
             lengths = cached or [128, 512]
             costs = measure.forward_costs(model, lengths, (1, size, 2 * size), batch, repeats)

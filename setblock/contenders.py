@@ -1,0 +1,204 @@
+"""What a benchmark compares: this package's modes, transformers' own `generate`, and vLLM."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from setblock import machines
+from setblock.generation import Options, generate
+from setblock.model import Model
+
+BASELINE = "ntp"
+LOOKUP_TOKENS = 10  # transformers' own default for prompt-lookup decoding
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one contender took for one batch of prompts, in seconds, and what came of it.
+
+    prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
+    None where the library does not tell.
+    """
+
+    prefill_s: float
+    decode_s: float
+    tokens: int
+    nfe: int | None
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+Contender = Callable[[Model, Sequence[Sequence[int]], int], Run]
+
+
+def ours(**options: Any) -> Contender:
+    """One of this package's modes."""
+
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+        given: Options = {**options, "max_new_tokens": max_new_tokens}  # type: ignore[typeddict-item]
+        answers = generate(model, prompts, **given)
+        return Run(
+            prefill_s=max(one.prefill_s for one in answers),
+            decode_s=max(one.decode_s for one in answers),
+            tokens=sum(one.num_tokens for one in answers),
+            nfe=sum(one.nfe for one in answers),
+            token_ids=tuple(one.token_ids for one in answers),
+        )
+
+    return run
+
+
+def transformers_generate(**options: Any) -> Contender:
+    """transformers' own greedy `generate`, prompts padded on the left, no mask token."""
+
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), model.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
+            mask[row, width - len(prompt) :] = 1
+        network: Any = model.network
+        ends = sorted(model.eos_token_ids)
+
+        def timed(count: int) -> tuple[float, torch.Tensor]:
+            begin = now(model)
+            found = network.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=count,
+                do_sample=False,
+                suppress_tokens=[model.mask_token_id],
+                pad_token_id=model.pad_token_id,
+                eos_token_id=ends or None,
+                **options,
+            )
+            return now(model) - begin, found[:, width:]
+
+        prefill_s, _ = timed(1)
+        whole_s, found = timed(max_new_tokens)
+        answers = []
+        for row in found.tolist():
+            stop = min((row.index(end) + 1 for end in ends if end in row), default=len(row))
+            answers.append(tuple(row[:stop]))
+        return Run(
+            prefill_s=prefill_s,
+            decode_s=max(whole_s - prefill_s, 0.0),
+            tokens=sum(map(len, answers)),
+            nfe=None,
+            token_ids=tuple(answers),
+        )
+
+    return run
+
+
+def contenders(batch_size: int, **sbd: Any) -> dict[str, Contender]:
+    """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
+
+    sbd: solver and block size of modes "sbd" and "verified". transformers looks up prompts for one
+    row at a time only.
+    """
+    size = {"block_size": sbd["block_size"]} if sbd.get("block_size") else {}
+    found: dict[str, Contender] = {
+        BASELINE: ours(mode="ntp"),
+        "sbd": ours(mode="sbd", **sbd),
+        "verified": ours(mode="verified", **size),
+        "transformers": transformers_generate(),
+    }
+    if batch_size == 1:
+        found["transformers-lookup"] = transformers_generate(
+            prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True
+        )
+    return found
+
+
+def vllm_missing(model: Model) -> str | None:
+    """Why vLLM can't take part; None if it can."""
+    if find_spec("vllm") is None:
+        return "it is not installed"
+    if model.adapted:
+        return "the model is an adapter: merge it first"
+    if Path(model.name).is_file():
+        return "the model is a GGUF file"
+    return None
+
+
+@contextmanager
+def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> Iterator[Contender]:
+    """vLLM's own next-token decoding of the same checkpoint, in this process, where it is quickest.
+
+    longest: tokens of the longest prompt. Prompts are computed anew (no prefix caching) and the
+    mask token never said. On a CPU nothing is compiled.
+    """
+    width = min(longest + max_new_tokens, model.context_length)
+    given: dict[str, Any] = {}
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        given["gpu_memory_utilization"] = 0.9 * free / total
+    else:
+        sizes = machines.dimensions_of(model.network.config)
+        cache_bytes = 2 * sizes.layers * sizes.cache * width * batch_size * model.dtype.itemsize
+        given["enforce_eager"] = True
+        own |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(1 + math.ceil(cache_bytes / 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+        engine = LLM(
+            model=model.network.config._name_or_path,
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=width,
+            max_num_seqs=batch_size,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **given,
+        )
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+        texts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+        def timed(count: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+            settings = SamplingParams(
+                temperature=0.0,
+                max_tokens=count,
+                stop_token_ids=sorted(model.eos_token_ids),
+                logit_bias={model.mask_token_id: -100.0},
+                detokenize=False,
+            )
+            begin = time.perf_counter()
+            found = engine.generate(texts, settings, use_tqdm=False)
+            seconds = time.perf_counter() - begin
+            return seconds, tuple(tuple(one.outputs[0].token_ids) for one in found)
+
+        prefill_s, _ = timed(1)
+        whole_s, answers = timed(max_new_tokens)
+        return Run(prefill_s, max(whole_s - prefill_s, 0.0), sum(map(len, answers)), None, answers)
+
+    try:
+        yield run
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+
+
+def now(model: Model) -> float:
+    """Seconds on a clock, after the device has done what it was told."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
