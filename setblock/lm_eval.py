@@ -69,7 +69,8 @@ class SetBlockLM(BASE):
             )
         self.decoding = cast(Options, decoding)
         self.loaded = load(pretrained, dtype=dtype, device=device, mask_token_id=mask_token_id)
-        settings_for(self.loaded, **self.decoding)  # bad values are refused before the first task
+        # Bad values are refused before the first task.
+        self.used = settings_for(self.loaded, **self.decoding)
         self.prompts, self.generated, self.forwards = 0, 0, 0
         super().__init__(pretrained=self.loaded.network, tokenizer=self.loaded.tokenizer, **options)
 
@@ -109,6 +110,7 @@ class SetBlockLM(BASE):
         special = model.special_tokens
         options["stop"] = [text for text in stop if text not in special]
         answers = generate(model, prompts, **options)
+        self.used = answers[0].settings
         self.generated += sum(one.num_tokens for one in answers)
         self.forwards += sum(one.nfe for one in answers)
         longest = max(one.num_tokens for one in answers)
@@ -127,13 +129,17 @@ class SetBlockLM(BASE):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results: the decoding and its forwards beside HFLM's own."""
-        settings = settings_for(self.loaded, **self.decoding)
+        settings = self.used  # of the latest batch: how much is drafted depends on its rows
+        verified = settings.mode == "verified"
         return super().get_model_info() | {
             "setblock": {
                 "model": self.loaded.name,
                 "mode": settings.mode,
                 "solver": str(settings.solver) if settings.uses_solver else None,
-                "block_size": settings.block_size,
+                "block_size": settings.block_size if settings.mode != "ntp" else None,
+                "draft": settings.draft if verified else None,
+                "branches": settings.branches if verified else None,
+                "seeds": settings.seeds if verified else None,
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

@@ -96,7 +96,11 @@ class Journal:
             save_record(self.record, self.path)
 
     def _read(self, path: Path) -> None:
-        old = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+            _ = old["results"][:0], old["request"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"resume: {path} is no record of `setblock evaluate`") from error
         for name in ("request", "commit", "versions"):
             now = json.loads(json.dumps(self.record[name]))
             if old.get(name) != now:
@@ -110,12 +114,25 @@ class Journal:
         if not content.endswith("\n"):
             with self.samples_path.open("a", encoding="utf-8") as file:
                 file.write("\n")
+        seen: set[tuple[int, int]] = set()
         for line in content.split("\n"):
             try:
                 sample = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
-            self._samples.setdefault(sample.pop("run"), []).append(sample)
+            try:
+                key = sample.pop("run"), sample["index"]
+            except (TypeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"resume: {self.samples_path} holds a line that is no sample: {line[:80]}"
+                ) from error
+            if key in seen:
+                raise ValueError(
+                    f"resume: {self.samples_path} has sample {key[1]} of run {key[0]} twice: did "
+                    "two commands write to it?"
+                )
+            seen.add(key)
+            self._samples.setdefault(key[0], []).append(sample)
 
 
 def _difference(old: Any, new: Any) -> str:

@@ -186,7 +186,7 @@ def best_spending(
     one_forward = one_forward or branches is not None or seeds is not None
     best = None if fixed_size or one_forward else Spending(1, 1, 0, 1.0, seconds(1))
     pair = None
-    for size in (block_size,) if fixed_size else range(2, block_size + 1):
+    for size in (block_size,) if fixed_size or block_size == 1 else range(2, block_size + 1):
         if not one_forward:
             chances = (_accepted(n, size, acceptance) for n in range(size))
             tokens = 1 + sum(n * chance for n, chance in enumerate(chances))

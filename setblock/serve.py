@@ -231,8 +231,9 @@ class Engine(GenerateManager):
         ids = inputs["input_ids"][0].tolist()
         limit = asked.limit
         try:
-            if limit is None:  # what is left of the context, in whole blocks
-                size = settings_for(self.model, **asked.options).block_size
+            if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
+                settings = settings_for(self.model, **asked.options)
+                size = settings.block_size if settings.mode == "sbd" else 1
                 limit = max((self.model.context_length - len(ids)) // size * size, 1)
             return iter(stream(self.model, [ids], **{**asked.options, "max_new_tokens": limit}))
         except (ValueError, TypeError) as error:

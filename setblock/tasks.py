@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -79,13 +80,13 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
         return _hub_rows(str(data), split)
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     try:
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:  # not splitlines: a text may hold other breaks
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as error:
+    except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
     return Rows(path.name, digest, tuple(rows))
 
@@ -112,8 +113,11 @@ def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
     items = []
     for number, row in enumerate(data.rows[:limit], start=1):
         try:
-            items.append(task.read(row, number))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            item = task.read(row, number)
+            if not isinstance(item.prompt, str) or not item.prompt.strip():
+                raise ValueError(f"the question must be a text, got {item.prompt!r}")
+            items.append(item)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             wrong = f"no field {error}" if isinstance(error, KeyError) else str(error)
             place = f"{data.name}, row {number}"
             raise ValueError(f"{place}: not of task {task.name}: {wrong}") from error
@@ -131,7 +135,7 @@ def final_number(text: str) -> Decimal | None:
     That behind the last "####", else the last \\\\boxed one, else behind the last "answer is" or
     "Answer:", else the last number of the text; None if there is none.
     """
-    for pattern in (r"####\s*([^\n]*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer(?: is|:)\s*([^\n]*)"):
+    for pattern in (r"####\s*([^\n#]*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer(?: is|:)\s*([^\n]*)"):
         said = re.findall(pattern, text)
         if said and (numbers := _numbers(said[-1])):
             return numbers[0]
@@ -141,8 +145,8 @@ def final_number(text: str) -> Decimal | None:
 
 def _numbers(text: str) -> list[Decimal]:
     digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-    found = re.findall(rf"(?:(?<![\w.])-)?(?:{digits})", text)
-    return [Decimal(one.replace(",", "")) for one in found]
+    found = re.findall(rf"(?:(?<![\w.])[-\u2212])?(?:{digits})", text)
+    return [Decimal(one.replace(",", "").replace("\u2212", "-")) for one in found]
 
 
 def _same_number(item: Item, text: str) -> bool:
@@ -162,6 +166,8 @@ def _svamp(row: Mapping[str, Any], number: int) -> Item:
     question = body + (" " if body.endswith((".", "?", "!", ",")) else ", ") + row["Question"]
     try:
         target = Decimal(str(row["Answer"]))
+        if not target.is_finite():
+            raise InvalidOperation
     except InvalidOperation:
         raise ValueError(f"the answer {row['Answer']!r} is no number") from None
     shown = target.to_integral_value() if target == target.to_integral_value() else target
@@ -209,6 +215,8 @@ def _runs(item: Item, text: str) -> bool:
 
 
 def _mbpp(row: Mapping[str, Any], number: int) -> Item:
+    if not isinstance(row["test_list"], list):
+        raise ValueError(f"test_list must be a list of texts, got {row['test_list']!r}")
     tests = "\n".join(row["test_list"])
     target = {"setup": row.get("test_setup_code", ""), "tests": tests}
     prompt = f"{row['text']}\nIt must pass these tests:\n{tests}"
@@ -222,6 +230,8 @@ def _passes_asserts(item: Item, text: str) -> bool:
 
 def _prompts(row: Mapping[str, Any], number: int) -> Item:
     """The first turn of a conversation."""
+    if not isinstance(row["turns"], list):
+        raise ValueError(f"turns must be a list of texts, got {row['turns']!r}")
     return Item(str(row["question_id"]), row["turns"][0], "", None)
 
 

@@ -56,6 +56,11 @@ def test_what_the_code_prints_is_ignored() -> None:
         "import os, sys\nos.execv('/bin/true', ['true'])",
         "import ctypes",
         "import os, signal\nos.kill(os.getppid(), 0)",
+        "import sqlite3\nsqlite3.connect('left').execute('create table a(b)')",
+        "import os\nos.mkfifo('left')",
+        "import posix\nposix.mknod('left')",
+        "import os\nos._exit = lambda code: None\nopen('left', 'w')",
+        "import __main__\n__main__.end = lambda code: None\nopen('left', 'w')",
     ],
 )
 def test_files_processes_and_the_network_count_as_wrong(code: str, tmp_path, monkeypatch) -> None:
@@ -63,6 +68,13 @@ def test_files_processes_and_the_network_count_as_wrong(code: str, tmp_path, mon
     assert run_function(f"{code}\n{DOUBLE}", "double", [1]) is None
     assert not passes(f"{code}\n{DOUBLE}", "assert double(1) == 2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mark_of_passed_tests_is_not_found_by_name() -> None:
+    forged = "import __main__, json, os\n"
+    forged += "os.write(__main__.out, json.dumps(__main__.job['nonce']).encode())\nos._exit(0)"
+    assert not passes(forged, "assert double(1) == 2")
+    assert not passes("import json\njson.dumps = str\n" + DOUBLE, "assert double(1) == 3")
 
 
 def test_reading_and_the_standard_library_stay_allowed() -> None:

@@ -77,6 +77,7 @@ def test_verified_answers_are_the_next_token_ones(folder, tasks, batch_size):
     assert results["results"]["echo"]["exact_match,none"] == 1
     found = results["config"]["setblock"]
     assert (found["mode"], found["solver"]) == ("verified", None)
+    assert (found["draft"], found["branches"]) == ("branches", 2)
     assert found["tokens_per_forward"] == found["tokens"] / found["nfe"] >= 1
 
 

@@ -27,7 +27,7 @@ LEVELS = (
         "checkpoint",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks"),
-    ("mask_token", "batches", "totals", "plan"),
+    ("mask_token", "batches", "totals", "plan", "vllm"),
     ("model",),
     ("loading", "decode", "train", "export"),
     ("verified", "likelihood"),

@@ -1,10 +1,11 @@
 """What pays where, by arithmetic."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from setblock.machines import MODELS, device
+from setblock.machines import MODELS, device, find_model
 from setblock.plan import (
     LARGEST_BATCH,
     Assumptions,
@@ -121,7 +122,13 @@ def test_command(run, tmp_path):
         {"batch_size": 1, "cached": 64, "queries": n, "seconds": 0.1, "ratio": n / 10}
         for n in (1, 16)
     ]
-    record.write_text(json.dumps({"forwards": forwards}))
+    made = {"dimensions": asdict(LLAMA), "machine": {"cuda": "NVIDIA H200"}, "forwards": forwards}
+    record.write_text(json.dumps(made))
+    other = ("plan", "qwen3-8b", "--measured", record)
+    assert "with a model of other dimensions" in run(*other).error
+    record.write_text(json.dumps({**made, "machine": {"cuda": None}}))
+    assert "was measured on cpu, and --device is h200" in run("plan", *WORDS, *other[2:]).error
+    record.write_text(json.dumps(made))
     found = run("plan", *WORDS, "--measured", record, "--json").json
     assert found["device"]["name"] == "h200"
     assert found["assumptions"] == {
@@ -152,7 +159,8 @@ def test_a_bundled_model_and_its_own_forwards(run, tmp_path):
     """What a layer costs by itself comes from the record."""
     record = tmp_path / "bench.json"
     lines = [{"batch_size": 1, "cached": 8, "queries": 1, "seconds": 1.0, "ratio": 1.0}]
-    record.write_text(json.dumps({"forwards": lines}))
+    made = {"dimensions": asdict(find_model("nano")), "machine": {"cuda": "NVIDIA H100"}}
+    record.write_text(json.dumps({**made, "forwards": lines}))
     found = run("plan", "nano", "--measured", record, "--json").json
     assert found["assumptions"]["dispatch_s"] == pytest.approx(1.0 / 5, rel=1e-3)  # five layers
     assert found["forwards"][0]["predicted_seconds"] == pytest.approx(1.0)

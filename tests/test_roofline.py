@@ -220,6 +220,11 @@ def test_spending_keeps_what_is_given(given) -> None:
     assert best.block_size > 1
 
 
+@pytest.mark.parametrize("given", [{"branches": 2}, {"seeds": 1}, {"one_forward": True}, {}])
+def test_a_checkpoint_with_blocks_of_one(given) -> None:
+    assert best_spending(LLAMA_8B, device("h100"), 1, **given).block_size == 1
+
+
 def test_two_forwards_a_cycle_where_query_tokens_are_dear() -> None:
     """A large batch computes: the form with the fewest query tokens wins, if it is allowed."""
     machine = device("h100")

@@ -130,6 +130,17 @@ def test_chat_answers_as_generate(client, nano, options):
         same(chat(client, question, **options), generate(nano, question, chat=True, **expected)[0])
 
 
+def test_without_a_limit_an_answer_goes_on_to_the_end_of_the_context(client, nano):
+    """Of all modes but "sbd", which has whole blocks."""
+    ids = nano.encode("zz ")
+    for mode in ("ntp", "verified"):
+        answer = complete(client, "zz ", extra_body={"mode": mode, "ignore_eos": True})
+        assert answer.usage.total_tokens == nano.context_length
+        assert answer.choices[0].finish_reason == "length"
+    answer = complete(client, "zz ", extra_body={"ignore_eos": True, "block_size": 16})
+    assert answer.usage.completion_tokens == (nano.context_length - len(ids)) // 16 * 16
+
+
 def test_plain_prompts(client, nano):
     for question in QUESTIONS:
         expected = generate(nano, f"{question}\n", max_new_tokens=60)[0]
@@ -476,6 +487,11 @@ def test_the_command_serves_until_it_is_told_to_stop(trained):
         (["--allow-untrained", "--solver", "best"], "solver must be one of"),
         (["--allow-untrained", "--mask-token-id", "99999"], "mask token 99999"),
         (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
+        (["--api-key", "secret"], "--api-key is for engine vllm"),
+        (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
+        (["--engine", "vllm", "--json"], "--json is for engine transformers"),
+        (["--engine", "fast"], "Invalid value for '--engine'"),
     ],
 )
 def test_refused_before_it_listens(run, untrained, words, message):

@@ -75,6 +75,8 @@ def test_random_networks_say_what_next_token_decoding_says(networks, data) -> No
     model = with_ends(model, data.draw(st.sampled_from([4, 9, 1000])))
     texts = data.draw(prompts(range(3, 12), 4))
     chosen = data.draw(options(40))
+    likely = [model.decode([token]) for token in range(3, 12)]
+    chosen["stop"] = data.draw(st.sampled_from([(), (likely[2],), (likely[0] + likely[1], "e")]))
     batch_size = data.draw(st.sampled_from([None, 1, 2]))
     assert_lossless(*pair(model, texts, batch_size, **chosen), chosen["draft"] == "branches")
 
@@ -88,7 +90,13 @@ def test_random_tables_say_what_next_token_decoding_says(data, seed) -> None:
     chosen = data.draw(options(60))
     chosen["stop"] = data.draw(st.sampled_from([(), ("ab",), ("c", "dd")]))
     batch_size = data.draw(st.sampled_from([None, 1, 2]))
-    assert_lossless(*pair(model, texts, batch_size, **chosen), chosen["draft"] == "branches")
+    exact, drafted = pair(model, texts, batch_size, **chosen)
+    assert_lossless(exact, drafted, chosen["draft"] == "branches")
+    if batch_size == 1 and chosen["draft"] == "solver":
+        before = len(model.forwards)
+        again = generate(model, texts, mode="verified", batch_size=1, **chosen)
+        ran = len(model.forwards) - before
+        assert sum(one.nfe for one in again) == ran, "draft forwards and one, for each cycle"
 
 
 def drafting(model: Model, text: list[int], errors: float) -> Model:

@@ -1,6 +1,7 @@
 """The command that measures wall clock: benchmark."""
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +90,8 @@ def benchmark(
     for name, values in numbers.items():
         if min(values, default=1) < 1:
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    if max_new_tokens < 2:
+        raise ValueError("--max-new-tokens must be at least 2: the first is the prompt's forward's")
     if min(cached or [0]) < 0:
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
     if (task is None) != (data is None):
@@ -102,7 +105,9 @@ def benchmark(
         each = -(-limit // len(nano.FAMILIES))
         families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
         texts = [one.prompt for some in zip(*families, strict=True) for one in some][:limit]
-    request = {"model": model_name, "task": task, "limit": limit, "repeats": repeats}
+    request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
+    request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
+    request |= {"solver": solver, "block_size": block_size}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file)
     model = load_model(model_name, dtype, device, mask_token_id)
     warn_untrained(model, "sbd")
@@ -110,7 +115,19 @@ def benchmark(
     size = settings_for(model, mode="sbd", **sbd).block_size  # bad values are refused here
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
+    room = model.context_length
+    for name, most, more in (
+        ("cached", max(cached or [0]), 2 * size),
+        ("prompt-length", max(prompt_length or [0]), -(-max_new_tokens // size) * size),
+    ):
+        if most + more > room:
+            raise ValueError(
+                f"--{name} {most} with {more} tokens behind it exceeds the model's context of "
+                f"{room} tokens"
+            )
     record = journal.record
+    dimensions = machines.dimensions_of(model.network.config)
+    record["dimensions"] = asdict(dimensions)
     record |= {"dtype": str(model.dtype).removeprefix("torch."), "chat": chat, "forwards": []}
     sizes = batch_size or [1]
     longest = max(prompt_length or map(len, ids))
@@ -135,7 +152,6 @@ def benchmark(
                     lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
                     for line in lines:
                         journal.finish({"task": "benchmark", "model": model.name, **line})
-    dimensions = machines.dimensions_of(model.network.config)
     machine = machines.device_of(model.device, model.dtype)
     for batch in sizes:
         with err.status(Text(f"single forwards, batches of {batch}")):

@@ -1,5 +1,6 @@
 """The command that scores: evaluate."""
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,7 +151,14 @@ def evaluate(
         if data is None:
             raise ValueError("task perplexity needs its text: --data FILE")
         path = Path(data)
-        request = {**models, "data": path.name, "limit": limit, "window": window}
+        if limit < 1:
+            raise ValueError(f"--limit must be at least 1, got {limit}")
+        named = {"split": split, "held-out": held_out or None, "shots-data": shots_data}
+        if useless := [name for name, value in named.items() if value is not None]:
+            raise ValueError(f"--{useless[0]}: perplexity reads a file, and all of it")
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        request = {**models, "data": path.name, "data_sha256": sha256, "limit": limit}
+        request |= {"window": window}
         journal = Journal(request, out_file, resume)
         _judge_texts(journal, path, limit, window, models)
         _show(journal.record, as_json)
@@ -236,6 +244,11 @@ def evaluate(
                     first = firsts.get(family)
                     compared = compare(first[0], line, (first[1], known)) if first else None
                     journal.finish(line, compared)
+                elif len(known) != line["n"]:
+                    raise ValueError(
+                        f"resume: {journal.samples_path} holds {len(known)} of the {line['n']} "
+                        f"samples of run {run}"
+                    )
                 firsts.setdefault(family, (line, known))
                 run += 1
     _show(journal.record, as_json)
@@ -295,4 +308,7 @@ def _task_form(
     examples = tuple(load_items(task, solved, shots)) if solved else ()
     if len(examples) < shots:
         raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")
-    return Form(task, not plain, examples, read_rows(data, split or "test"))
+    rows = read_rows(data, split or "test")
+    if solved is not None and solved.sha256 == rows.sha256:
+        raise ValueError(f"--shots-data {shots_data} holds the very rows of --data: name others")
+    return Form(task, not plain, examples, rows, solved)

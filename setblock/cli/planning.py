@@ -3,12 +3,15 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from setblock.cli.common import JsonOption, app, out, print_json
+
+if TYPE_CHECKING:
+    from setblock.roofline import Dimensions
 
 
 @app.command()
@@ -67,6 +70,11 @@ def roofline(
     ):  # fmt: skip
         if any(value < 1 for value in values or []):
             raise ValueError(f"--{name} must be at least 1, got {values}")
+    wide = [size for size in block_size or [2, 4, 8, 16, 32, 64] if size >= 8]  # of table 4
+    if wide and max(nfe_speedup or [0]) > min(wide):
+        raise ValueError(
+            f"--nfe-speedup {max(nfe_speedup or [0]):g} is more than a block of {min(wide)} holds"
+        )
     machine = machines.device(device, weights, cache)
     cells = arithmetic.tables(
         machines.find_model(model_name),
@@ -182,9 +190,9 @@ def plan(
         raise ValueError(f"--dispatch-ms must be at least 0, got {dispatch_ms}")
     if latency is not None and not 0 < latency < float("inf"):
         raise ValueError(f"--latency must be above 0, got {latency}")
-    forwards = _measured_forwards(measured) if measured else []
     machine = machines.device(device, weights, cache)
     dimensions = machines.find_model(model_name)
+    forwards = _measured_forwards(measured, dimensions, machine.name) if measured else []
     if dispatch_ms is not None:
         dispatch_s = dispatch_ms / 1000
     elif forwards:
@@ -242,13 +250,19 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _measured_forwards(path: Path) -> list[dict[str, Any]]:
-    """The timed forwards of a benchmark record."""
+def _measured_forwards(path: Path, dimensions: "Dimensions", machine: str) -> list[dict[str, Any]]:
+    """The timed forwards of a benchmark record of this model on such a machine."""
     try:
-        lines = json.loads(path.read_text(encoding="utf-8"))["forwards"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        lines, of = record["forwards"], record["dimensions"]
+        on = "cpu" if record["machine"]["cuda"] is None else record["machine"]["cuda"]
         names = ("batch_size", "cached", "queries", "ratio", "seconds")
-        if not lines or any(name not in line for line in lines for name in names):
+        if not lines or not all(float(line[name]) >= 0 for line in lines for name in names):
             raise KeyError("forwards")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--measured {path} is no record of `setblock benchmark`") from error
+    if of != json.loads(json.dumps(asdict(dimensions))):
+        raise ValueError(f"--measured {path} was measured with a model of other dimensions")
+    if (on == "cpu") != machine.startswith("cpu"):
+        raise ValueError(f"--measured {path} was measured on {on}, and --device is {machine}")
     return lines

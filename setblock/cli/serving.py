@@ -1,6 +1,8 @@
 """Commands for other tools: export, serve."""
 
+import os
 import socket
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -47,9 +49,30 @@ def export(
     out.print(f"{model_name} is now in {output_dir}, for stock transformers")
 
 
+class Engine(StrEnum):
+    """Whose server."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
 @app.command()
 def serve(
     model_name: ModelName,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- WORDS",
+            help="Engine vllm: words for vLLM's own command line.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        Engine,
+        typer.Option(
+            help="transformers: one request at a time. vllm: many, where it is installed."
+        ),
+    ] = Engine.transformers,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every network's.")
     ] = "127.0.0.1",
@@ -68,14 +91,34 @@ def serve(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Engine vllm: the key that requests must bring.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
 
-    By transformers' own server; requests are answered one after the other. Mode, solver and block
-    size are what a request gets that names none. With --json, one line says where it listens.
-    There is no authentication: listen on other addresses than the loopback behind a proxy alone.
+    Mode, solver and block size are what a request gets that names none. Engine transformers answers
+    one request after the other and has no authentication: listen on other addresses than the
+    loopback behind a proxy alone; with --json, one line says where it listens. Engine vllm is
+    vLLM's own server.
     """
+    given = {"mode": mode, "solver": solver, "block_size": block_size}
+    if engine is Engine.vllm:
+        from setblock.vllm.command import command
+
+        if device or as_json:
+            raise ValueError(f"{'--device' if device else '--json'} is for engine transformers")
+        more = ["--host", host, "--port", str(port), *(words or ())]
+        more += ["--api-key", api_key] if api_key else []
+        settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
+        settings["mode"] = mode and mode.value
+        program = command(model_name, settings, allow_untrained, more)
+        os.execv(program[0], program)  # does not come back
+        return
+    if api_key or words:
+        name = "--api-key" if api_key else " ".join(words or ())
+        raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")
     try:
         import uvicorn
 
@@ -99,7 +142,6 @@ def serve(
                 f"{model_name} was never trained for set block decoding: its blocks would hardly "
                 "make sense; --allow-untrained serves it all the same"
             )
-        given = {"mode": mode, "solver": solver, "block_size": block_size}
         model.defaults |= {name: value for name, value in given.items() if value is not None}
         settings_for(model)  # bad values are refused here
         application = build(model, model_name)

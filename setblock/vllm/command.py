@@ -1,0 +1,76 @@
+"""The command that starts vLLM's own server with the plugin."""
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
+from setblock.solvers import parse
+from setblock.vllm import ARCHITECTURES, PREFIX
+
+BLOCK_SIZE = 16
+
+
+def command(
+    name: str,
+    settings: dict[str, Any],
+    allow_untrained: bool = False,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """What to run. vLLM reads the checkpoint itself, so that only whole ones will do.
+
+    settings: mode, solver, block_size, mask_token_id and dtype, where the checkpoint's own shall
+    not hold.
+    more: words for vLLM's own command line.
+    Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
+    """
+    if find_spec("vllm") is None:
+        raise ImportError("vLLM is not installed: pip install 'setblock[vllm]', or make vllm-env")
+    place = str(BUNDLED.get(name, name))
+    if (Path(place) / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{name} is an adapter: fold it in first, with setblock merge. A gated one can't be "
+            "served: it acts on masked positions alone, and vLLM applies adapters to whole requests"
+        )
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no model {name!r}: {' '.join(str(error).split())[:200]}") from error
+    [architecture] = config.architectures or [""]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{name} is a {architecture}; on vLLM only {any_of(ARCHITECTURES)} run")
+    given = {key: value for key, value in settings.items() if value is not None}
+    own = checked_settings({**read_settings(place), **given})
+    if not own.get("trained", False) and not allow_untrained:
+        raise ModelError(
+            f"{name} was never trained for set block decoding: its blocks would hardly make sense; "
+            "--allow-untrained serves it all the same"
+        )
+    mask = own.get("mask_token_id")
+    if mask is None or not 0 <= mask < config.vocab_size:
+        raise ModelError(
+            f"{name} names no mask token within its {config.vocab_size} tokens, got {mask}: give "
+            "--mask-token-id, or export it first, which writes one into the checkpoint"
+        )
+    parse(own.get("solver", "entropy:0.1"))
+    size = own.get("block_size", BLOCK_SIZE)
+    words = {
+        "--served-model-name": name,
+        "--dtype": own.get("dtype", "auto"),
+        "--diffusion-config": json.dumps({"canvas_length": size}),
+        "--hf-overrides": json.dumps(
+            {
+                "architectures": [f"{PREFIX}{architecture}"],
+                "canvas_length": size,
+                "mask_token_id": mask,
+                "setblock": {key: own[key] for key in ("mode", "solver") if key in own},
+            }
+        ),
+    }
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
+    return [*server, *(word for pair in words.items() for word in pair), *more]

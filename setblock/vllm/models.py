@@ -1,0 +1,42 @@
+"""vLLM's own model classes, decoded by blocks."""
+
+from typing import Any
+
+from vllm.model_executor.models.llama import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.mistral import (  # pyright: ignore[reportMissingImports]
+    MistralForCausalLM,
+)
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM  # pyright: ignore[reportMissingImports]
+
+
+class Blocks:
+    """In front of a model class: its requests are decoded by `state.BlockState`."""
+
+    last_hidden: Any = None  # of the latest forward: the first token of verified decoding needs it
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        from setblock.vllm.state import BlockState
+
+        return BlockState
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        self.last_hidden = super().forward(*args, **given)  # type: ignore[misc]
+        return self.last_hidden
+
+
+class SetBlockLlamaForCausalLM(Blocks, LlamaForCausalLM):
+    pass
+
+
+class SetBlockMistralForCausalLM(Blocks, MistralForCausalLM):
+    pass
+
+
+class SetBlockQwen2ForCausalLM(Blocks, Qwen2ForCausalLM):
+    pass
+
+
+class SetBlockQwen3ForCausalLM(Blocks, Qwen3ForCausalLM):
+    pass

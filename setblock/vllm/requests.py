@@ -1,0 +1,102 @@
+"""What a request may ask of the plugin, and how that reaches vLLM.
+
+Through SamplingParams.extra_args (over HTTP: vllm_xargs): mode, solver, block_size. Everything else
+is vLLM's own; what the plugin does not do is refused when the request comes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from setblock.sampling import Sampler
+from setblock.solvers import Solver, parse
+
+MODES = ("sbd", "ntp", "verified")
+OWN = ("mode", "solver", "block_size")
+WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How one request is decoded.
+
+    verified: the causal logits of a block's commit accept or cut it. Mode "ntp" is that with
+    blocks of one token, which hold no draft.
+    """
+
+    verified: bool
+    solver: Solver
+    block_size: int
+    sampler: Sampler
+
+
+def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
+    """The decoding of a request with these sampling parameters.
+
+    canvas: the server's block size, which a request's may not exceed.
+    Raises: ValueError naming what is not supported or out of range.
+    """
+    extra = dict(params.extra_args or {})
+    if unknown := sorted(set(extra) - {*OWN, WIDTH}):
+        raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
+    mode = extra.get("mode", defaults.get("mode", "sbd"))
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
+    if not isinstance(solver, str):
+        raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
+    size = extra.get("block_size", canvas)
+    if type(size) is not int or not 1 <= size <= canvas:
+        raise ValueError(f"block_size must lie in 1..{canvas}, the server's, got {size!r}")
+    _refuse(params)
+    sampler = Sampler(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        seed=params.seed or 0,
+    )
+    return Asked(mode != "sbd", parse(solver), 1 if mode == "ntp" else size, sampler)
+
+
+def _refuse(params: Any) -> None:
+    """Raises ValueError for what neither vLLM's diffusion path nor this plugin does."""
+    neutral = {
+        "n": 1, "min_p": 0.0, "min_tokens": 0, "logit_bias": None, "bad_words": None,
+        "allowed_token_ids": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "logprobs": None, "prompt_logprobs": None,
+        "structured_outputs": None,
+    }  # fmt: skip
+    for name, value in neutral.items():
+        given = getattr(params, name)
+        if given != value and given not in ([], {}):
+            raise ValueError(f"{name} is not supported by set block decoding, got {given!r}")
+
+
+def install() -> None:
+    """Let vLLM's check of a request for a diffusion model be ours, where the model is ours."""
+    from vllm import SamplingParams  # type: ignore
+    from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
+
+    from setblock.vllm import PREFIX
+
+    theirs = SamplingParams._validate_diffusion
+    if getattr(theirs, "of_setblock", False):
+        return
+
+    def validate(self: Any, model_config: Any) -> None:
+        if not any(name.startswith(PREFIX) for name in model_config.architectures):
+            theirs(self, model_config)
+            return
+        try:
+            found = asked(self, settings_of(model_config), model_config.hf_config.canvas_length)
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from None
+        self.extra_args = {**(self.extra_args or {}), WIDTH: found.block_size}
+
+    validate.of_setblock = True  # type: ignore[attr-defined]
+    SamplingParams._validate_diffusion = validate
+
+
+def settings_of(model_config: Any) -> dict[str, Any]:
+    """The checkpoint's own settings (mask token, mode, solver), and over them the server's."""
+    own = (model_config.try_get_generation_config() or {}).get("setblock", {})
+    return {**own, **getattr(model_config.hf_config, "setblock", {})}

@@ -1,0 +1,263 @@
+"""The blocks of the requests that vLLM's model runner holds, and the step that moves them on.
+
+A request's step is one of three: a chunk of its prompt; a forward of its block, which is
+bidirectional and reveals some of it; or the block's commit, which is causal and leaves the keys and
+values that stay. What a commit emits has its keys in the cache, so a request's last block is
+committed too. In verified decoding a commit's logits are the next-token ones: the block is kept as
+far as next-token decoding would have said it, and the token after that begins the next one.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.attn_utils import (  # pyright: ignore[reportMissingImports]
+    build_attn_metadata,
+)
+from vllm.v1.worker.gpu.model_states.interface import (  # pyright: ignore[reportMissingImports]
+    ModelState,
+)
+from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingImports]
+    SamplerOutput,
+)
+
+from setblock.vllm.requests import Asked, asked, settings_of
+
+NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+MOST_STOPS = 16  # end tokens that a request may have
+
+
+class BlockState(ModelState):
+    """What vLLM's runner asks about its requests; tensors are [slots of the runner, ...].
+
+    block       tokens of the block at hand, the mask token where nothing is revealed
+    causal      whether the request's next forward is causal: a prompt's chunk, or a commit
+    stops       end tokens, -1 for none
+    limit       the first position that may not be generated
+    """
+
+    num_new_sampled_tokens_per_step = 0
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.defaults = settings_of(self.model_config)
+        self.canvas: int = vllm_config.diffusion_config.canvas_length
+        mask = self.defaults.get("mask_token_id", None)
+        mask = getattr(self.model_config.hf_config, "mask_token_id", mask)
+        if mask is None:
+            raise ValueError(
+                "the checkpoint names no mask token: export it with setblock, or give "
+                "--hf-overrides '{\"mask_token_id\": N}'"
+            )
+        self.mask_token_id: int = mask
+        count = self.max_num_reqs
+        self.block = torch.full((count, self.canvas), mask, dtype=torch.int64, device=device)
+        self.causal = torch.ones(count, dtype=torch.int32, device=device)
+        self.stops = torch.full((count, MOST_STOPS), -1, dtype=torch.int64, device=device)
+        self.limit = torch.zeros(count, dtype=torch.int64, device=device)
+        self.flags = torch.zeros(count, dtype=torch.int32, device=device)  # of the step's forward
+        self.asked: dict[int, Asked] = {}
+        self.slots: dict[str, int] = {}
+
+    def get_supported_generation_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("generate",)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        return BlockSampler(self, sampler.req_states), None
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """A new request, or one that comes back after it was preempted."""
+        self.slots[new_req_data.req_id] = req_index
+        self.causal[req_index] = 1
+        params = new_req_data.sampling_params
+        self.asked[req_index] = asked(params, self.defaults, self.canvas)
+        prompt = len(new_req_data.prompt_token_ids)
+        self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
+        ends = set() if params.ignore_eos else set(params.all_stop_token_ids)
+        ends |= set(params.stop_token_ids or ())
+        if len(ends) > MOST_STOPS:
+            raise ValueError(f"at most {MOST_STOPS} end tokens, got {len(ends)}")
+        row = sorted(ends) + [-1] * (MOST_STOPS - len(ends))
+        self.stops[req_index] = torch.tensor(row, device=self.device)
+
+    def remove_request(self, req_id: str) -> None:
+        slot = self.slots.pop(req_id, None)
+        if slot is not None:
+            self.asked.pop(slot, None)
+
+    def prepare_inputs_embeds(self, *_: Any) -> None:
+        return None
+
+    def prepare_inputs(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def prepare_dummy_inputs(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def prepare_attn(
+        self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, slot_mappings: Any,
+        attn_groups: Any, kv_cache_config: Any, for_capture: bool = False, ubatch_idx: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """vLLM's attention metadata, each request causal or not."""
+        count = input_batch.num_reqs
+        self.flags[:count] = self.causal[input_batch.idx_mapping]
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=count,
+            num_tokens=input_batch.num_tokens,
+            query_start_loc_gpu=input_batch.query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np),
+            max_query_len=int(input_batch.num_scheduled_tokens.max()),
+            seq_lens=input_batch.seq_lens,
+            max_seq_len=self.max_model_len,
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            causal=self.flags[:count],
+        )
+
+
+class BlockSampler:
+    """Moves the requests of a step on, from the logits of their forwards."""
+
+    penalties_state = NO_PENALTIES
+
+    def __init__(self, state: BlockState, req_states: Any) -> None:
+        self.state, self.req_states = state, req_states
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """The state has read them."""
+
+    def apply_staged_writes(self) -> None:
+        """There are none."""
+
+    def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Any = None) -> Any:
+        state, count = self.state, input_batch.num_reqs
+        num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
+        slots = input_batch.idx_mapping_np[:count]
+        sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
+        num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        # Rejected are all tokens of a forward that leaves nothing in the cache.
+        rejected = torch.from_numpy(num_logits.astype(np.int32)).to(logits.device)
+        self._begin(input_batch, np.flatnonzero(num_logits == 0))
+        groups: dict[Asked, list[int]] = {}
+        for place in np.flatnonzero(num_logits > 0):
+            if slots[place] in state.asked:  # else vLLM measures a step of requests of its own
+                groups.setdefault(state.asked[slots[place]], []).append(int(place))
+        for how, places in groups.items():
+            # A block that vLLM's budget cut short is forwarded again; one at the model's last
+            # positions is as short as they are.
+            room = state.max_model_len - input_batch.num_computed_tokens_np[places]
+            whole = num_logits[places] == np.minimum(how.block_size, room)
+            for width in np.unique(num_logits[places][whole]):
+                some = np.array(places)[whole & (num_logits[places] == width)]
+                self._move_on(how, int(width), some, logits, input_batch, sampled, num_sampled)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=num_sampled,
+            num_rejected=rejected - num_sampled,
+        )
+
+    def _begin(self, input_batch: Any, places: np.ndarray) -> None:
+        """The first block of the requests whose prompt is encoded now."""
+        state = self.state
+        ends = input_batch.num_computed_tokens_np[places] + input_batch.num_scheduled_tokens[places]
+        slots = input_batch.idx_mapping_np[places]
+        known = np.array([slot in state.asked for slot in slots], dtype=bool)
+        whole = known & (ends >= input_batch.prefill_len_np[places])
+        places, slots, ends = places[whole], slots[whole], ends[whole]
+        groups: dict[tuple[bool, Any, int], list[int]] = {}
+        for index, slot in enumerate(slots):
+            how = state.asked[slot]
+            groups.setdefault((how.verified, how.sampler, how.block_size), []).append(index)
+        for (verified, sampler, width), some in groups.items():
+            rows = torch.from_numpy(slots[some].astype(np.int64)).to(state.device)
+            first = torch.full_like(rows, state.mask_token_id)
+            if verified:
+                last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
+                hidden = state.model.last_hidden[torch.from_numpy(last).to(state.device)]
+                logits = self._clean(state.model.compute_logits(hidden))
+                position = torch.from_numpy(ends[some].astype(np.int64))
+                noise = ROW.to(state.device).expand(len(rows))
+                first = sampler.pick(logits[:, None], noise, position[:, None].to(state.device))
+                first = first[:, 0]
+            self._keep(rows, *self._new_blocks(rows, first, width))
+
+    def _move_on(
+        self, how: Asked, width: int, places: np.ndarray, logits: Tensor, input_batch: Any,
+        sampled: Tensor, num_sampled: Tensor,
+    ) -> None:  # fmt: skip
+        """Requests that decode alike, all with `width` tokens of their block in this forward."""
+        state = self.state
+        begins = input_batch.cu_num_logits_np[places]
+        index = torch.from_numpy(begins[:, None] + np.arange(width)).to(logits.device)
+        scores = self._clean(logits[index])
+        places_on = torch.from_numpy(places.astype(np.int64)).to(logits.device)
+        slots = input_batch.idx_mapping[places_on].long()
+        offset = torch.arange(width, device=logits.device)
+        starts = input_batch.positions[input_batch.query_start_loc[places_on].long()].long()
+        position = starts[:, None] + offset
+        block = state.block[slots, :width]
+        causal = state.causal[slots].bool()
+        rows = ROW.to(logits.device).expand(len(places))
+        # A slot of a block predicts itself; a committed token, in verified decoding, the next one.
+        shift = (causal & how.verified).long()[:, None]
+        chosen = how.sampler.pick(scores, rows, position + shift)
+
+        masked = block == state.mask_token_id
+        open_slots = masked & (position < state.limit[slots][:, None])
+        open_slots &= self._ends(block, slots).long().cumsum(dim=1) == 0
+        reveal = how.solver.reveal(scores, open_slots) & open_slots & ~causal[:, None]
+        drafted = torch.where(reveal, chosen, block)
+        left = open_slots & ~reveal & (self._ends(drafted, slots).long().cumsum(dim=1) == 0)
+
+        if how.verified:
+            agree = (chosen[:, :-1] == block[:, 1:]) & ~masked[:, 1:]
+            emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
+            first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
+        else:
+            emitted = torch.full_like(slots, width)
+            first = torch.full_like(slots, state.mask_token_id)
+        num_sampled[places_on] = torch.where(causal, emitted, 0).int()
+        sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
+        # A committed block makes room for the next; another goes on, or to its commit.
+        fresh, ready = self._new_blocks(slots, first, width)
+        self._keep(
+            slots,
+            torch.where(causal[:, None], fresh, drafted),
+            torch.where(causal, ready, ~left.any(dim=1)),
+        )
+
+    def _new_blocks(self, slots: Tensor, first: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """(blocks of masks but for the first token where it is known, whether they are complete).
+
+        Nothing is to be revealed in a block of one known token, or behind an end.
+        """
+        blocks = torch.full_like(first, self.state.mask_token_id)[:, None].repeat(1, width)
+        blocks[:, 0] = first
+        known = first != self.state.mask_token_id
+        return blocks, known & (self._ends(first[:, None], slots)[:, 0] | (width == 1))
+
+    def _keep(self, slots: Tensor, blocks: Tensor, complete: Tensor) -> None:
+        """Make these the blocks of the next forwards; a complete one is committed by it."""
+        width, drafts = blocks.shape[1], self.req_states.draft_tokens
+        self.state.block[slots, :width] = blocks
+        self.state.causal[slots] = complete.int()
+        drafts[slots, :width] = blocks.to(drafts.dtype)
+
+    def _ends(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Which of these tokens end their request."""
+        return (tokens[..., None] == self.state.stops[slots][:, None]).any(dim=-1)
+
+    def _clean(self, logits: Tensor) -> Tensor:
+        """In float32, the mask token's own at -inf: it is never said."""
+        logits = logits.float().clone()
+        logits[..., self.state.mask_token_id] = -torch.inf
+        return logits
+
+
+ROW = torch.zeros(1, dtype=torch.int64)  # the noise of a request is that of the first row

@@ -1,0 +1,102 @@
+"""`setblock serve --engine vllm`: what is run, and what is refused before it is."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from setblock.checkpoint import BUNDLED, write_settings
+from setblock.vllm import command
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[list[str]]:
+    """The programs that took this one's place, as if vLLM was installed."""
+    programs: list[list[str]] = []
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
+    monkeypatch.setattr(os, "execv", lambda path, words: programs.append(words))
+    monkeypatch.setattr("uvicorn.Server.run", lambda *words, **given: None)
+    return programs
+
+
+def after(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_vllm_is_told_what_the_checkpoint_says(run, ran):
+    run("serve", "nano", "--engine", "vllm", "--port", "0")
+    [words] = ran
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert after(words, "--model") == str(BUNDLED["nano"])
+    assert after(words, "--served-model-name") == "nano"
+    assert (after(words, "--host"), after(words, "--port")) == ("127.0.0.1", "0")
+    assert after(words, "--dtype") == "float32"
+    assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}
+    assert json.loads(after(words, "--hf-overrides")) == {
+        "architectures": ["SetBlockLlamaForCausalLM"],
+        "canvas_length": 16,
+        "mask_token_id": 3,
+        "setblock": {"mode": "sbd", "solver": "prefix:0.99"},
+    }
+    assert "--api-key" not in words
+
+
+def test_every_option(run, ran, checkpoint):
+    folder = checkpoint("qwen3", free_rows=3)
+    result = run(
+        *("serve", folder, "--engine", "vllm", "--allow-untrained", "--mask-token-id", "9"),
+        *("--mode", "verified", "--solver", "fixed:2", "--block-size", "8", "--dtype", "bfloat16"),
+        *("--host", "0.0.0.0", "--port", "81", "--api-key", "secret"),
+        *("--", "--max-num-seqs", "4"),
+    )
+    assert result.err == ""
+    [words] = ran
+    assert after(words, "--api-key") == "secret"
+    assert after(words, "--max-num-seqs") == "4"
+    assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "81")
+    assert after(words, "--dtype") == "bfloat16"
+    overrides = json.loads(after(words, "--hf-overrides"))
+    assert overrides["architectures"] == ["SetBlockQwen3ForCausalLM"]
+    assert (overrides["canvas_length"], overrides["mask_token_id"]) == (8, 9)
+    assert overrides["setblock"] == {"mode": "verified", "solver": "fixed:2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "was never trained for set block decoding"),
+        (["--allow-untrained"], "names no mask token within its"),
+        (["--allow-untrained", "--mask-token-id", "9999"], "names no mask token within its"),
+        (["--allow-untrained", "--mask-token-id", "9", "--solver", "best"], "solver must be one"),
+        (["--allow-untrained", "--mask-token-id", "9", "--block-size", "0"], "block_size must be"),
+    ],
+)
+def test_refused_before_anything_runs(run, ran, untrained, words, message):
+    assert message in run("serve", untrained, "--engine", "vllm", *words).error
+    assert not ran
+
+
+def test_models_that_vllm_can_not_serve(run, ran, checkpoint, tmp_path):
+    gemma = checkpoint("gemma3")
+    assert (
+        "is a Gemma3ForCausalLM; on vLLM only LlamaFor"
+        in run("serve", gemma, "--engine", "vllm").error
+    )
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "is an adapter: fold it in first" in run("serve", folder, "--engine", "vllm").error
+    assert "no model 'nowhere/at-all'" in run("serve", "nowhere/at-all", "--engine", "vllm").error
+    assert not ran
+
+
+def test_without_vllm(run, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert "vLLM is not installed" in run("serve", "nano", "--engine", "vllm").error
+
+
+def test_an_export_names_its_mask_token(checkpoint, tmp_path, run, ran):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    write_settings(folder, mask_token_id=7, trained=True)
+    run("serve", folder, "--engine", "vllm")
+    assert json.loads(after(ran[0], "--hf-overrides"))["mask_token_id"] == 7

@@ -1,0 +1,118 @@
+"""Real vLLM engines in this process, one for each checkpoint and setting, on a GPU or a CPU."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ |= {"HF_HUB_OFFLINE": "1"}
+
+import pytest
+import torch
+import transformers
+
+if not torch.cuda.is_available():
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    import cpu
+
+    cpu.install()
+
+from setblock.checkpoint import BUNDLED, write_settings
+from setblock.loading import load
+from setblock.model import Model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    # Heads of 32 without a head_dim, which this class has not.
+    "qwen2": transformers.Qwen2Config(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_attention_heads": 2}
+    ),
+    "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Callable[[str], Path]:
+    """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer."""
+    made: dict[str, Path] = {"nano": BUNDLED["nano"]}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            place = tmp_path_factory.mktemp(kind)
+            torch.manual_seed(0)
+            config = KINDS[kind]
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
+            load("nano").tokenizer.save_pretrained(place)
+            write_settings(place, mask_token_id=3, trained=True, block_size=16)
+            made[kind] = place
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def model(folder) -> Callable[[str], Model]:
+    """model(kind): the same checkpoint as the reference decoder has it."""
+    made: dict[str, Model] = {}
+
+    def get(kind: str) -> Model:
+        if kind not in made:
+            made[kind] = load(str(folder(kind)), dtype="float32")
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def engine(folder) -> Iterator[Callable[..., Any]]:
+    """engine(kind, **settings): a vLLM of that checkpoint; the last one is kept."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    running: dict[str, Any] = {}
+
+    def stop() -> None:
+        for one in running.values():
+            one.llm_engine.engine_core.shutdown()
+        running.clear()
+        gc.collect()
+
+    def get(kind: str, **settings: Any) -> Any:
+        key = repr((kind, sorted(settings.items())))
+        if key not in running:
+            stop()
+            config = transformers.AutoConfig.from_pretrained(folder(kind))
+            overrides = {"architectures": [f"SetBlock{config.architectures[0]}"]}
+            given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
+            running[key] = LLM(
+                model=str(folder(kind)),
+                dtype="float32",
+                enforce_eager=True,
+                disable_log_stats=False,
+                hf_overrides={**overrides, "canvas_length": 16, "mask_token_id": 3},
+                diffusion_config={"canvas_length": 16},
+                **{**given, **settings},
+            )
+        return running[key]
+
+    yield get
+    stop()

@@ -1,0 +1,225 @@
+"""The plugin in a real engine: the ids of the reference decoder, whatever else the engine does."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
+
+from setblock import nano
+from setblock.generation import generate
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"solver": "entropy:0.1"},
+    {"solver": "entropy-threshold:0.3", "block_size": 5},
+    {"solver": "confidence:0.9", "block_size": 8},
+    {"mode": "verified"},
+    {"mode": "verified", "solver": "entropy:inf", "block_size": 7},
+    {"mode": "ntp"},
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, to the engine and to the reference."""
+
+    ids: tuple[int, ...]
+    way: dict[str, Any]
+    max_tokens: int = 60
+    sampling: dict[str, Any] = field(default_factory=dict)  # of both by the same name
+    ignore_eos: bool = False
+
+    def params(self) -> Any:
+        return SamplingParams(
+            **{"temperature": 0.0, **self.sampling},
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            extra_args=dict(self.way),
+        )
+
+    def reference(self, model: Any) -> tuple[int, ...]:
+        """Verified decoding is to say what next-token decoding says."""
+        way = {"mode": "ntp"} if self.way.get("mode") == "verified" else self.way
+        options = {**way, **self.sampling, "ignore_eos": self.ignore_eos}
+        return generate(model, [self.ids], max_new_tokens=self.max_tokens, **options)[0].token_ids
+
+
+def answers(engine: Any, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    prompts = [{"prompt_token_ids": list(one.ids)} for one in requests]
+    found = engine.generate(prompts, [one.params() for one in requests], use_tqdm=False)
+    return [tuple(one.outputs[0].token_ids) for one in found]
+
+
+def prompts(model: Any, count: int) -> list[tuple[int, ...]]:
+    """Problems of all families, in turns."""
+    each = -(-count // len(nano.FAMILIES))
+    families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
+    texts = [one.prompt for some in zip(*families, strict=True) for one in some][:count]
+    return [tuple(model.encode(text, chat=True)) for text in texts]
+
+
+def mixed(model: Any, count: int) -> list[Request]:
+    """Requests of all kinds, drawn by a fixed seed."""
+    draw = random.Random(0)
+    return [
+        Request(
+            ids,
+            draw.choice(WAYS),
+            draw.choice((1, 5, 16, 37, 60)),
+            draw.choice(({}, {}, {"temperature": 0.8, "seed": draw.randrange(99), "top_p": 0.9})),
+            draw.random() < 0.3,
+        )
+        for ids in prompts(model, count)
+    ]
+
+
+def agree(engine: Any, model: Any, requests: Sequence[Request]) -> None:
+    for request, found in zip(requests, answers(engine, requests), strict=True):
+        assert found == request.reference(model), request
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "qwen3", "qwen2", "mistral"])
+def test_one_request_alone(engine, model, kind):
+    reference = model(kind)
+    ids = prompts(reference, 2)
+    for way in WAYS:
+        agree(engine(kind), reference, [Request(ids[0], way)])
+    sampling = {"temperature": 1.0, "seed": 7, "top_k": 20}
+    for way in ({}, {"mode": "verified"}, {"mode": "ntp"}):
+        agree(engine(kind), reference, [Request(ids[1], way, sampling=sampling)])
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_32_requests_mixed(engine, model, kind, caching, asynchronous):
+    served = engine(kind, enable_prefix_caching=caching, async_scheduling=asynchronous)
+    requests = mixed(model(kind), 32)
+    agree(served, model(kind), requests)
+    agree(served, model(kind), requests[::-1])  # now their prompts are in the prefix cache
+
+
+def test_prompts_in_chunks(engine, model):
+    """The budget of a step is less than most prompts and blocks together."""
+    served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32)
+    agree(served, model("nano"), mixed(model("nano"), 32))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_requests_that_lose_their_cache(engine, model, asynchronous):
+    """So few blocks of keys and values that requests are thrown out and begin again."""
+    served = engine(
+        "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
+        async_scheduling=asynchronous,
+    )  # fmt: skip
+    ids = [one for one in prompts(model("nano"), 40) if len(one) < 90]
+    requests = [
+        Request(one, WAYS[number % len(WAYS)], 100, ignore_eos=True)
+        for number, one in enumerate(ids)
+    ]
+    agree(served, model("nano"), requests)
+    assert counter(served, "vllm:num_preemptions") > 10
+
+
+def test_verified_is_vllms_own_next_token_text(engine, model, folder, monkeypatch):
+    """Not only the reference's: vLLM without the plugin, with its other runner, says the same."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    ids = prompts(model("nano"), 20)
+    found = answers(engine("nano"), [Request(one, {"mode": "verified"}) for one in ids])
+    engine("llama")  # ends the other
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    plain = LLM(
+        model=str(folder("nano")), dtype="float32", enforce_eager=True, max_model_len=512,
+        max_num_seqs=32,
+    )  # fmt: skip
+    settings = SamplingParams(temperature=0.0, max_tokens=60)
+    given = [{"prompt_token_ids": list(one)} for one in ids]
+    own = plain.generate(given, settings, use_tqdm=False)
+    plain.llm_engine.engine_core.shutdown()
+    assert [tuple(one.outputs[0].token_ids) for one in own] == found
+
+
+def test_forwards_are_saved(engine, model):
+    """What vLLM counts: tokens for each forward of a request."""
+    served = engine("nano")
+    rates = {}
+    for mode in ("ntp", "verified", "sbd"):
+        before = [counter(served, f"vllm:diffusion_num_{name}") for name in COUNTED]
+        answers(served, [Request(ids, {"mode": mode}) for ids in prompts(model("nano"), 10)])
+        steps, tokens = (
+            counter(served, f"vllm:diffusion_num_{name}") - old
+            for name, old in zip(COUNTED, before, strict=True)
+        )
+        rates[mode] = tokens / steps
+    assert rates["ntp"] <= 1.01
+    assert rates["verified"] > 2
+    assert rates["sbd"] > 2
+
+
+COUNTED = ("denoising_steps", "committed_tokens")
+
+
+def counter(engine: Any, name: str) -> float:
+    [found] = [one.value for one in engine.get_metrics() if one.name == name]
+    return found
+
+
+def test_texts_that_stop(engine, model):
+    """A stop text inside a block: what vLLM emits ends before it."""
+    [ids] = prompts(model("nano"), 1)
+    whole = generate(model("nano"), [ids], mode="ntp", max_new_tokens=60)[0]
+    stop = whole.text[10:14]
+    for way in WAYS:
+        params = Request(ids, way, sampling={"stop": stop}).params()
+        [found] = engine("nano").generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
+        assert found.outputs[0].finish_reason == "stop"
+        assert stop not in found.outputs[0].text
+        if way.get("mode") in ("ntp", "verified"):
+            assert found.outputs[0].text == whole.text[: whole.text.index(stop)]
+
+
+def test_blocks_at_the_end_of_the_context(engine, model):
+    """The last block is as short as what is left; its text is still next-token decoding's."""
+    served = engine("nano", max_model_len=64)
+    [ids] = [one for one in prompts(model("nano"), 5) if len(one) < 40][:1]
+    for way in ({"mode": "verified"}, {"mode": "ntp"}):
+        request = Request(ids, way, 64 - len(ids), ignore_eos=True)
+        [found] = answers(served, [request])
+        assert len(found) == 64 - len(ids)
+        assert found == request.reference(model("nano"))
+    [found] = answers(served, [Request(ids, {}, 64 - len(ids), ignore_eos=True)])
+    assert len(found) == 64 - len(ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "extra", "message"),
+    [
+        ({}, {"mode": "fast"}, "mode must be one of sbd, ntp, verified, got 'fast'"),
+        ({}, {"solver": "best"}, "solver must be one of entropy:GAMMA"),
+        ({}, {"solver": 3}, "solver must be a text"),
+        ({}, {"block_size": 17}, r"block_size must lie in 1\.\.16, the server's, got 17"),
+        ({}, {"block_size": 0}, "block_size must lie in"),
+        ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size"),
+        ({"n": 2, "temperature": 1.0}, {}, "n is not supported"),
+        ({"logprobs": 0}, {}, "logprobs is not supported"),
+        ({"prompt_logprobs": 1}, {}, "prompt_logprobs is not supported"),
+        ({"presence_penalty": 0.5}, {}, "presence_penalty is not supported"),
+        ({"repetition_penalty": 1.5}, {}, "repetition_penalty is not supported"),
+        ({"min_p": 0.1, "temperature": 1.0}, {}, "min_p is not supported"),
+        ({"min_tokens": 3}, {}, "min_tokens is not supported"),
+        ({"logit_bias": {3: 1.0}}, {}, "logit_bias is not supported"),
+        ({"allowed_token_ids": [3]}, {}, "allowed_token_ids is not supported"),
+        ({"bad_words": ["a"]}, {}, "bad_words is not supported"),
+        ({"seed": -5}, {}, "seed must be"),
+    ],
+)
+def test_what_is_not_supported_is_named(engine, model, fields, extra, message):
+    params = SamplingParams(**{"temperature": 0.0, **fields}, max_tokens=4, extra_args=extra)
+    with pytest.raises(VLLMValidationError, match=message):
+        engine("nano").generate([{"prompt_token_ids": [5, 6]}], params, use_tqdm=False)
+    agree(engine("nano"), model("nano"), [Request((5, 6), {})])  # it still answers

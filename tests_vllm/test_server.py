@@ -1,0 +1,163 @@
+"""`setblock serve --engine vllm` in a process of its own, driven by OpenAI's client."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from setblock import nano
+from setblock.generation import generate
+
+HERE = Path(__file__).parent
+PORT = 18765
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory) -> Iterator[str]:
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    if not torch.cuda.is_available():
+        env["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE / "site")))
+    program = [str(Path(sys.executable).with_name("setblock")), "serve", "nano", "--engine", "vllm"]
+    words = ["--port", str(PORT), "--", "--enforce-eager", "--max-model-len", "512"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([*program, *words], env=env, stdout=file, stderr=file)
+    place = f"http://127.0.0.1:{PORT}"
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            with suppress(httpx.TransportError):
+                httpx.get(f"{place}/health").raise_for_status()
+                break
+            time.sleep(0.5)
+        yield place
+        assert "Hello secret" not in log.read_text()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def client(address) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(
+    client: openai.OpenAI, question: str, own: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    messages: Any = [{"role": "user", "content": question}]
+    given = {"temperature": 0.0, "max_tokens": 100, **more}
+    return client.chat.completions.create(
+        model="nano", messages=messages, extra_body={"vllm_xargs": own or {}}, **given
+    )
+
+
+def metric(address: str, name: str) -> float:
+    found = re.findall(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{address}/metrics").text, re.M)
+    return sum(map(float, found))
+
+
+QUESTIONS = [one.prompt for name in nano.FAMILIES for one in nano.problems(name, "validation", 4)]
+
+
+@pytest.mark.parametrize("mode", ["sbd", "verified", "ntp"])
+def test_answers_are_the_references(client, model, mode):
+    """Twenty at once; whole and as a stream."""
+    way = {"mode": "ntp" if mode == "verified" else mode, "max_new_tokens": 100}
+    expected = [generate(model("nano"), one, chat=True, **way)[0] for one in QUESTIONS]
+    with ThreadPoolExecutor(20) as pool:
+        whole = list(pool.map(lambda one: ask(client, one, {"mode": mode}), QUESTIONS))
+
+        def pieces(question: str) -> str:
+            chunks = ask(client, question, {"mode": mode}, stream=True)
+            return "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+
+        streamed = list(pool.map(pieces, QUESTIONS))
+    for answer, text, one in zip(whole, streamed, expected, strict=True):
+        assert answer.choices[0].message.content == text == one.text
+        reason = "length" if one.finish_reason == "length" else "stop"
+        assert answer.choices[0].finish_reason == reason
+        assert answer.usage.completion_tokens == one.num_tokens
+
+
+def test_seeds_and_stops(client, model):
+    sampled = {"temperature": 1.0, "seed": 4}
+    expected = generate(model("nano"), QUESTIONS[0], chat=True, mode="ntp", **sampled)[0]
+    for mode in ("ntp", "verified"):
+        answer = ask(client, QUESTIONS[0], {"mode": mode}, **sampled)
+        assert answer.choices[0].message.content == expected.text
+    answer = ask(client, QUESTIONS[0], stop=["\n"])
+    whole = ask(client, QUESTIONS[0]).choices[0].message.content
+    assert answer.choices[0].message.content == whole.split("\n")[0]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "message"),
+    [
+        ({"solver": "best"}, {}, "solver must be one of entropy:GAMMA"),
+        ({"block_size": 99}, {}, "block_size must lie in 1..16"),
+        ({"blocks": 3}, {}, "blocks is not one of mode, solver, block_size"),
+        ({}, {"logprobs": True}, "logprobs is not supported by set block decoding"),
+        ({}, {"presence_penalty": 1.0}, "presence_penalty is not supported"),
+        ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        ({}, {"response_format": {"type": "json_object"}}, "structured_outputs is not supported"),
+        ({}, {"max_tokens": -1}, "max_tokens"),
+        ({}, {"max_tokens": 10_000}, "max_tokens"),
+    ],
+)
+def test_wrong_requests(client, own, more, message):
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+        ask(client, "hi", own, **more)
+    assert ask(client, "hi").choices
+
+
+def test_malformed_requests(address, client):
+    for content in (b"{", b"[]", b"3", b"{}"):
+        response = httpx.post(
+            f"{address}/v1/completions",
+            content=content,
+            headers={"content-type": "application/json"},
+        )
+        assert 400 <= response.status_code < 500
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="nano", prompt="a" * 10_000_000, max_tokens=4)
+    assert ask(client, "Hello secret").choices
+
+
+def test_clients_that_leave_free_their_cache(address, client):
+    """A hundred requests, every tenth left in the middle: none is lost, nothing stays behind."""
+
+    def one(number: int) -> bool:
+        mode = {"mode": ("sbd", "verified", "ntp")[number % 3]}
+        question = QUESTIONS[number % len(QUESTIONS)]
+        if number % 10:
+            return bool(ask(client, question, mode).choices[0].message.content)
+        body = {
+            "model": "nano", "prompt": question, "stream": True, "max_tokens": 400,
+            "ignore_eos": True, "temperature": 0.0, "vllm_xargs": mode,
+        }  # fmt: skip
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_text())
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(one, range(100)))
+    deadline = time.time() + 30
+    while metric(address, "vllm:num_requests_running") and time.time() < deadline:
+        time.sleep(0.2)
+    assert metric(address, "vllm:num_requests_running") == 0
+    assert metric(address, "vllm:kv_cache_usage_perc") == 0
+    assert metric(address, "vllm:diffusion_num_committed_tokens_total") > 0
