@@ -36,7 +36,7 @@ def compare(
 
     speedup: of the decoding time per token against the baseline, median over the repeats with the
     least and the most; total_speedup: with the prompts' forward. identical_share: of answers with
-    the baseline's token ids.
+    the baseline's token ids. speedup is None where no answer has a second token.
     """
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     rounds: dict[str, list[list[Run]]] = {name: [] for name in running}
@@ -61,6 +61,7 @@ def compare(
         }
         runs = found[0]
         tokens = sum(run.tokens for run in runs)
+        decoded = min(tokens, sum(map(len, exact))) > len(exact)
         nfe = [run.nfe for run in runs if run.nfe is not None]
         ids = [ids for run in runs for ids in run.token_ids]
         yield {
@@ -73,8 +74,9 @@ def compare(
             "prefill_s": statistics.median(sum(run.prefill_s for run in runs) for runs in found),
             "decode_s": statistics.median(sum(run.decode_s for run in runs) for runs in found),
             "tokens_per_second": statistics.median(1 / per_token(runs, True) for runs in found),
-            "speedup": statistics.median(gains[False]),
-            "speedup_range": (min(gains[False]), max(gains[False])),
+            # Where prompts alone were answered there is no decoding to compare.
+            "speedup": statistics.median(gains[False]) if decoded else None,
+            "speedup_range": (min(gains[False]), max(gains[False])) if decoded else None,
             "total_speedup": statistics.median(gains[True]),
             "total_speedup_range": (min(gains[True]), max(gains[True])),
             "identical_share": sum(a == b for a, b in zip(exact, ids, strict=True)) / len(ids),

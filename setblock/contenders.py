@@ -77,7 +77,7 @@ def transformers_generate(**options: Any) -> Contender:
                 do_sample=False,
                 suppress_tokens=[model.mask_token_id],
                 pad_token_id=model.pad_token_id,
-                eos_token_id=ends or None,
+                eos_token_id=ends or [-1],  # else the checkpoint's own
                 **options,
             )
             return now(model) - begin, found[:, width:]
@@ -179,6 +179,7 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
                 temperature=0.0,
                 max_tokens=count,
                 stop_token_ids=sorted(model.eos_token_ids),
+                ignore_eos=not model.eos_token_ids,
                 logit_bias={model.mask_token_id: -100.0},
                 detokenize=False,
             )

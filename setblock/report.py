@@ -67,7 +67,7 @@ class Measured:
     forwards: list[dict[str, Any]] = field(default_factory=list)
     tunings: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
-    accepted: list[tuple[str, list[float]]] = field(default_factory=list)
+    accepted: list[tuple[dict[str, Any], list[float]]] = field(default_factory=list)
 
 
 def read(paths: Sequence[Path]) -> Measured:
@@ -76,7 +76,7 @@ def read(paths: Sequence[Path]) -> Measured:
     Raises: ValueError naming a file that is none; OSError.
     """
     found = Measured()
-    for path in paths:
+    for path in dict.fromkeys(path.resolve() for path in paths):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if "answers" in record:
@@ -91,18 +91,34 @@ def read(paths: Sequence[Path]) -> Measured:
                     found.tunings.append(line)
                 else:
                     _ = [line[name] for name in LINE]  # KeyError: a line of something else
+                    _, _ = line["interval"] or (0, 0)
+                    _ = float(line["tokens_per_forward"]), Path(line["model"])
+                    _ = line.get("settings", {}).get
                     found.scores.append(line)
                     _accepted(found, path, run, line)
             for one in record.get("comparisons", []):
-                _ = [one[name] for name in COMPARISON]
+                _ = (
+                    [one[name] for name in COMPARISON],
+                    [one[n]["model"] for n in ("first", "second")],
+                )
                 found.comparisons.append(one)
-            models = {Path(line["model"]).name for line in record["results"]}
-            found.forwards += [
-                {**line, "model": " ".join(sorted(models))} for line in record.get("forwards", [])
-            ]
-        except (ValueError, KeyError, TypeError) as error:
+            for line in record.get("forwards", []):
+                found.forwards.append({**line, "model": record["results"][0]["model"]})
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
+    _name_models(found)
     return found
+
+
+def _name_models(found: Measured) -> None:
+    """Call each model by its folder's name, or by its whole path where two have the same name."""
+    lines = [*found.scores, *found.contenders, *found.forwards, *found.tunings]
+    lines += [one[place] for one in found.comparisons for place in ("first", "second")]
+    models = dict.fromkeys(line["model"] for line in lines)
+    names = [Path(model).name for model in models]
+    for line in lines:
+        name = Path(line["model"]).name
+        line["model"] = name if names.count(name) == 1 else line["model"]
 
 
 def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +149,12 @@ def _accepted(found: Measured, path: Path, run: int, line: dict[str, Any]) -> No
         tried = sum(count for length, count in lengths.items() if length >= drafted)
         shares.append(sum(n for length, n in lengths.items() if length > drafted) / tried)
     if shares:
-        found.accepted.append((f"{line['task']}, {name_of(line)}", shares))
+        found.accepted.append((line, shares))
 
 
 def name_of(line: dict[str, Any]) -> str:
     """Model and decoding of a line in a few words."""
-    return " ".join(filter(None, (Path(line["model"]).name, line["mode"], line["solver"])))
+    return " ".join(filter(None, (line["model"], line["mode"], line["solver"])))
 
 
 def tables(found: Measured) -> list[Shown]:
@@ -168,12 +184,13 @@ def tables(found: Measured) -> list[Shown]:
         header += ("speed-up, decoding", "with prompt", "same answers")
         rows = tuple(
             (
-                f"{Path(line['model']).name} {line['contender']}",
+                f"{line['model']} {line['contender']}",
                 str(line["batch_size"]),
                 f"{line['prompt_tokens']:.0f}",
                 _cell(line["tokens_per_forward"], ".2f"),
                 f"{line['tokens_per_second']:.1f}",
-                *("{:.2f}x ({:.2f}-{:.2f})".format(line[name], *line[f"{name}_range"])
+                *("" if line[name] is None
+                  else "{:.2f}x ({:.2f}-{:.2f})".format(line[name], *line[f"{name}_range"])
                   for name in ("speedup", "total_speedup")),
                 f"{line['identical_share']:.1%}",
             )
@@ -261,11 +278,9 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
     judged = [line for line in found.scores if line["interval"] and line["task"] != "perplexity"]
     if judged:
         figure, axes = panel("tokens per forward", "score, 95 % interval")
-        curves = {(Path(line["model"]).name, line["task"]) for line in judged}
+        curves = {(line["model"], line["task"]) for line in judged}
         for model, task in sorted(curves):
-            lines = [
-                line for line in judged if (Path(line["model"]).name, line["task"]) == (model, task)
-            ]
+            lines = [line for line in judged if (line["model"], line["task"]) == (model, task)]
             lines.sort(key=lambda line: line["tokens_per_forward"])
             x, y = ([line[name] for line in lines] for name in ("tokens_per_forward", "score"))
             low, high = (
@@ -298,7 +313,8 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
         save(figure, "forwards", "What a wider forward costs: measured and roofline")
     if found.accepted:
         figure, axes = panel("offset of the drafted token", "accepted behind accepted ones")
-        for label, shares in found.accepted:
+        for line, shares in found.accepted:
+            label = f"{line['task']}, {name_of(line)}"
             axes.plot(range(1, len(shares) + 1), shares, "o-", label=label)
         axes.set_ylim(0, 1.02)
         axes.legend(fontsize=8)

@@ -206,6 +206,7 @@ def best_spending(
     return best
 
 
+@functools.cache
 def expected_tokens(
     block_size: int, branches: int, seeds: int, acceptance: float
 ) -> tuple[float, float]:

@@ -251,6 +251,7 @@ def fake_vllm(monkeypatch) -> list[Any]:
             assert settings.temperature == 0
             assert settings.logit_bias == {self.served.mask_token_id: -100.0}
             self.served.eos_token_ids = frozenset(settings.stop_token_ids)
+            assert settings.ignore_eos == (not settings.stop_token_ids)
             self.limits.append(settings.max_tokens)
             ids = [one["prompt_token_ids"] for one in prompts]
             found = generation.generate(

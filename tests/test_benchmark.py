@@ -82,12 +82,29 @@ def test_answers_end_at_eos(model, monkeypatch):
     assert len(theirs.token_ids[0]) <= 5
 
 
+def test_without_ends_every_answer_is_as_long_as_it_may(model, monkeypatch):
+    monkeypatch.setattr(model, "eos_token_ids", frozenset())
+    monkeypatch.setattr(model.network.generation_config, "eos_token_id", list(range(200)))
+    for name, run in contenders.contenders(1, solver=None, block_size=None).items():
+        assert run(model, PROMPTS[:1], 9).tokens == 9, name
+
+
+def test_answers_of_one_token_have_no_speed_of_decoding(model):
+    running: Any = {
+        name: lambda model, prompts, tokens: Run(1.0, 0.0, 2, None, ((1,), (2,)))
+        for name in ("ntp", "fast")
+    }
+    for line in compare(model, [[1], [2, 2]], 2, 10, 2, running):
+        assert line["speedup"] is line["speedup_range"] is None
+        assert line["total_speedup"] == 1
+
+
 def test_ratios_are_paired_and_the_first_round_does_not_count(model):
     seconds = {"ntp": [100, 8, 12, 20], "fast": [100, 2, 4, 4]}  # of the prompt's decoding
 
     def contender(name: str):
         left = iter(seconds[name])
-        return lambda model, prompts, tokens: Run(1.0, float(next(left)), 10, 5, ((1,), (2,)))
+        return lambda model, prompts, tokens: Run(1.0, float(next(left)), 10, 5, ((1, 2), (2,)))
 
     running: Any = {name: contender(name) for name in seconds}
     ntp, fast = compare(model, [[1], [2, 2]], 2, 10, 3, running)

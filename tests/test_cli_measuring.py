@@ -75,11 +75,14 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
     few = ["--plain", "--shots", "1", "--shots-data", examples, "--json"]
     [line] = run("evaluate", trained, *words, *few).json["results"]
     assert (line["chat"], line["shots"]) == (False, 1)
+    assert line["shots_data"] == examples.name
+    assert len(line["shots_data_sha256"]) == 64
     assert line["settings"]["stop"] == ["\nQuestion:", "\n\n\n"]
     for wrong, message in (
         (["--task", "svamp"], "--data is for one --task of gsm8k, svamp"),
         (["--shots", "1"], "--shots and --shots-data need each other; got 1 and None"),
         (["--shots", "2", "--shots-data", examples], f"--shots 2: {examples} has 1 rows"),
+        (["--shots", "1", "--shots-data", data], "holds the very rows of --data"),
         (["--held-out"], "--held-out is for the nano tasks"),
         (["--split", "test"], "a file is one split"),
     ):
@@ -160,6 +163,13 @@ def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
         assert (line["n"], line["mode"], line["settings"]["window"]) == (3, "ntp", 256)
         assert line["interval"][0] < line["score"] < line["interval"][1]
     assert run("evaluate", trained, other, *words, "--data", data, "--resume").code == 0
+    before = data.read_text()
+    data.write_text(before.replace("text", "word"))
+    again = run("evaluate", trained, other, *words, "--data", data, "--resume")
+    assert "was made by another request" in again.error
+    data.write_text(before)
+    for useless in (["--limit", "0"], ["--split", "test"], ["--held-out"], ["--shots-data", "x"]):
+        assert useless[0] in run("evaluate", trained, *words[:2], "--data", data, *useless).error
     words = words[:2]
     [line] = run("evaluate", trained, *words, "--data", plain, "--window", "9", "--json").json[
         "results"
@@ -201,7 +211,7 @@ def test_benchmark_every_option(run, trained, tmp_path):
         "--limit", "2", "--batch-size", "1", "--batch-size", "2", "--prompt-length", "8",
         "--prompt-length", "20", "--max-new-tokens", "4", "--repeats", "1", "--cached", "16",
         "--solver", "fixed:2", "--block-size", "4", "--mask-token-id", "9", "--dtype", "float32",
-        "--device", "cpu", "--no-vllm",
+        "--device", "cpu", "--no-vllm", "--ignore-eos",
     ]  # fmt: skip
     record = run("benchmark", trained, *words, "--out", path, "--json").json
     assert record == json.loads(path.read_text())
@@ -259,6 +269,8 @@ def test_vllm_is_missed(run, trained, monkeypatch):
         (["--task", "gsm8k"], "--task and --data need each other; got gsm8k and None"),
         (["--task", "x", "--data", "y"], "--task must be one of gsm8k, svamp"),
         (["--prompt-length", "400"], "exceeds the model's context of 256 tokens"),
+        (["--cached", "250"], "--cached 250 with 32 tokens behind it exceeds the model's context"),
+        (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
         (["--solver", "best"], "solver must be one of entropy:GAMMA"),
     ],
 )

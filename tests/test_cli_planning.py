@@ -25,6 +25,7 @@ def test_roofline_of_another_model_and_machine(run):
     assert (answer["model"], answer["device"]["name"]) == ("qwen3-8b", "l4")
     assert answer["device"]["bytes_per_weight"] == 0.5
     assert (len(answer["table3"]), len(answer["table4"])) == (1, 1)
+    assert "is more than a block of 16 holds" in run(*words, "--nfe-speedup", "17").error
     shown = run(*words).out
     assert f"{answer['table4'][0]['value']:.3f}" in shown
     assert "qwen3-8b on l4" in shown

@@ -75,6 +75,30 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_table_of_lossless_decoding_is_the_records() -> None:
+    table = (ROOT / "benchmarks" / "records" / "nano-lossless.md").read_text().strip()
+    assert table in (ROOT / "docs" / "lossless.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "records" / "nano-lossless.json").read_text())
+    exact = [one for one in record["results"] if one["mode"] == "verified"]
+    exact = [one for one in exact if one["dtype"] == "float32"]
+    assert len(exact) == 6 * 5
+    assert all((one["n"], one["identical_share"]) == (1000, 1) for one in exact)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "records").glob("smollm2-verified*.json"))
+)
+def test_verified_smollm2_says_what_its_frozen_base_says(path: Path) -> None:
+    """A gated adapter in float32: the ids of next-token decoding, in every answer."""
+    record = json.loads(path.read_text())
+    [comparison] = record["comparisons"]
+    exact, verified = record["results"]
+    assert (exact["mode"], verified["mode"]) == ("ntp", "verified")
+    assert {exact["dtype"], verified["dtype"]} == {"float32"}
+    assert comparison["identical_share"] == 1
+    assert verified["tokens_per_forward"] > 1
+
+
 def test_readme_and_card_quote_the_record() -> None:
     summary = (ROOT / "benchmarks" / "records" / "nano-summary.md").read_text().strip()
     assert summary in (ROOT / "README.md").read_text()

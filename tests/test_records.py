@@ -121,6 +121,31 @@ def test_a_stopped_journal_goes_on(tmp_path):
     assert last.record["date"] == journal.record["date"]
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"run": 0, "index": 1}', "has sample 1 of run 0 twice"),
+        ("5", "holds a line that is no sample: 5"),
+        ("{}", "holds a line that is no sample"),
+    ],
+)
+def test_samples_that_can_not_be_gone_on_with(tmp_path, line, message):
+    path = tmp_path / "record.json"
+    journal = Journal(REQUEST, path)
+    journal.add(0, {"index": 1})
+    with journal.samples_path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        Journal(REQUEST, path, resume=True)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}", "3"])
+def test_records_that_are_none(tmp_path, content):
+    (tmp_path / "record.json").write_text(content)
+    with pytest.raises(ValueError, match="is no record of"):
+        Journal(REQUEST, tmp_path / "record.json", resume=True)
+
+
 def test_journals_do_not_mix(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     with pytest.raises(ValueError, match="no record to go on with"):

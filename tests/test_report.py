@@ -115,8 +115,8 @@ def test_acceptance_by_offset(folder, tmp_path):
     older = {name: value for name, value in sample.items() if name != "reveal_step"}
     rows = [json.dumps({"run": 0, **one}) for one in (sample, older)]
     (tmp_path / "some.samples.jsonl").write_text("\n".join([*rows, rows[0][:20]]))
-    [(label, shares)] = report.read([tmp_path / "some.json"]).accepted
-    assert "verified" in label
+    [(found, shares)] = report.read([tmp_path / "some.json"]).accepted
+    assert report.name_of(found) == f"{folder.name} verified"
     assert shares == [
         3 / 4,
         2 / 3,
@@ -124,6 +124,35 @@ def test_acceptance_by_offset(folder, tmp_path):
     assert "acceptance.png" in [
         file.name for file in report.write([tmp_path / "some.json"], tmp_path)
     ]
+
+
+def test_models_of_the_same_name_are_told_apart(run, records, tmp_path):
+    """By their whole paths; a record that is named twice counts once."""
+    record = json.loads(records["scores"].read_text())
+    record["comparisons"] = []
+    for line in record["results"]:
+        line["model"] = "elsewhere/" + Path(line["model"]).name
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(record))
+    found = report.read([records["scores"], other, records["scores"], records["bench"]])
+    assert len(found.scores) == 2 * len(record["results"])
+    names = {line["model"] for line in found.scores}
+    assert len(names) == 2
+    assert all("/" in name for name in names)
+    assert {line["model"] for line in found.forwards} < names
+    assert {line["model"] for line in report.read([other]).scores} == {Path(min(names)).name}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("interval", [0.5]), ("model", None), ("settings", None), ("tokens_per_forward", None)],
+)
+def test_records_with_broken_lines(run, records, tmp_path, place, value):
+    record = json.loads(records["scores"].read_text())
+    record["results"][-1][place] = value
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(record))
+    assert f"{broken} is no record" in run("report", broken, "--out", tmp_path / "out").error
 
 
 def test_samples_keep_the_forward_of_each_token(folder):

@@ -447,6 +447,27 @@ def wait_for(url: str, process: subprocess.Popen) -> None:
     raise AssertionError(f"the server ended with exit code {process.returncode}")
 
 
+def test_the_load_example(address, tmp_path):
+    """Every mode is asked; a share of the clients leave, and none of the others is lost."""
+    script = Path(__file__).parent.parent / "examples" / "serve_load.py"
+    words = ["--url", f"{address}/v1", "--model", "nano", "--mode", "ntp", "--mode", "verified"]
+    words += ["--concurrency", "2", "--requests", "6", "--repeats", "1", "--leave-every", "3"]
+    words += ["--transformers", "--out", str(tmp_path / "load.json")]
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "against the first" in done.stdout
+    lines = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert [(one["mode"], one["concurrency"]) for one in lines] == [("ntp", 2), ("verified", 2)]
+    for line in lines:
+        assert (line["requests"], line["left"], line["lost"]) == (6, 2, 0)
+        assert line["tokens"] > 40
+        assert line["first_text_s"][0] <= line["first_text_s"][1]
+    assert lines[0]["throughput_ratio"] == 1
+    assert lines[0]["tokens"] == lines[1]["tokens"], "verified says what ntp says"
+
+
 # The command
 
 

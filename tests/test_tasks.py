@@ -94,6 +94,8 @@ def test_numbers_are_compared_by_value() -> None:
     assert right("gsm8k", "It makes $1205")
     assert not right("gsm8k", "#### 205")
     assert not right("gsm8k", "#### 12055")
+    assert final_number("#### \u22123") == Decimal(-3)
+    assert final_number("#### 5 #### 6") == Decimal(6)
     assert right("svamp", "#### 5.0")
     assert item("svamp").prompt == "Dave has 3, How many?"
     assert item("gsm8k").answer == "2 + 3 = 5\nSo $1,205.\n#### 1,205"
@@ -199,6 +201,16 @@ def test_files_of_every_kind(tmp_path) -> None:
         ("svamp", json.dumps(ROWS["svamp"] | {"Answer": "x"}), "row 1: .* 'x' is no number"),
         ("math", json.dumps(ROWS["math"] | {"solution": "4"}), "row 1: .* has no .boxed answer"),
         ("prompts", '{"question_id": 1, "turns": []}', "row 1: not of task prompts"),
+        ("prompts", '{"question_id": 1, "turns": "Hi"}', "turns must be a list of texts, got 'Hi'"),
+        ("gsm8k", '{"question": null, "answer": "#### 1"}', "row 1: not of task gsm8k"),
+        ("svamp", '{"Body": 5, "Question": "q", "Answer": 1}', "row 1: not of task svamp"),
+        ("svamp", '{"Body": "b", "Question": "q", "Answer": "NaN"}', "'NaN' is no number"),
+        (
+            "mbpp",
+            '{"task_id": 1, "text": "t", "code": "c", "test_list": "assert 1"}',
+            "test_list must be a list of texts, got 'assert 1'",
+        ),
+        ("gsm8k", "[" * 100_000, "neither JSON nor JSONL"),
         ("mbpp", "[1, 2]", "row 1: not of task mbpp"),
     ],
 )

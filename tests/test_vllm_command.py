@@ -39,6 +39,7 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran):
         "mask_token_id": 3,
         "setblock": {"mode": "sbd", "solver": "prefix:0.99"},
     }
+    assert "--enforce-eager" in words
     assert "--api-key" not in words
 
 
@@ -83,6 +84,8 @@ def test_models_that_vllm_can_not_serve(run, ran, checkpoint, tmp_path):
         "is a Gemma3ForCausalLM; on vLLM only LlamaFor"
         in run("serve", gemma, "--engine", "vllm").error
     )
+    windows = checkpoint("mistral-window")
+    assert "has sliding-window" in run("serve", windows, "--engine", "vllm").error
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "adapter")
     (folder / "adapter_config.json").write_text("{}")
     assert "is an adapter: fold it in first" in run("serve", folder, "--engine", "vllm").error

@@ -46,6 +46,10 @@ def benchmark(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Let every answer take --max-new-tokens, ends ignored."),
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Timed rounds, after one that warms up.")] = 5,
     vllm: Annotated[
         bool | None,
@@ -107,10 +111,12 @@ def benchmark(
         texts = [one.prompt for some in zip(*families, strict=True) for one in some][:limit]
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
-    request |= {"solver": solver, "block_size": block_size}
+    request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file)
     model = load_model(model_name, dtype, device, mask_token_id)
     warn_untrained(model, "sbd")
+    if ignore_eos:
+        model.eos_token_ids = frozenset()
     sbd: dict[str, Any] = {"solver": solver, "block_size": block_size}
     size = settings_for(model, mode="sbd", **sbd).block_size  # bad values are refused here
     chat = model.tokenizer.chat_template is not None
@@ -175,7 +181,9 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
     for line in lines:
         per_forward = line["tokens_per_forward"]
         gains = [
-            "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
+            ""
+            if line[name] is None
+            else "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
             for name in ("speedup", "total_speedup")
         ]
         shown.add_row(

@@ -44,6 +44,8 @@ def command(
     [architecture] = config.architectures or [""]
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{name} is a {architecture}; on vLLM only {any_of(ARCHITECTURES)} run")
+    if getattr(config, "sliding_window", None):
+        raise ModelError(f"{name} has sliding-window attention, which the plugin does not serve")
     given = {key: value for key, value in settings.items() if value is not None}
     own = checked_settings({**read_settings(place), **given})
     if not own.get("trained", False) and not allow_untrained:
@@ -73,4 +75,4 @@ def command(
         ),
     }
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
-    return [*server, *(word for pair in words.items() for word in pair), *more]
+    return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]

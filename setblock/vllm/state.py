@@ -42,6 +42,10 @@ class BlockState(ModelState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        if not self.model_config.enforce_eager:
+            raise ValueError("set block decoding on vLLM runs without CUDA graphs: --enforce-eager")
+        if vllm_config.lora_config is not None:
+            raise ValueError("set block decoding on vLLM takes no adapters: merge them first")
         self.defaults = settings_of(self.model_config)
         self.canvas: int = vllm_config.diffusion_config.canvas_length
         mask = self.defaults.get("mask_token_id", None)

@@ -1,0 +1,193 @@
+"""Load a server of `setblock serve` and write what came back: throughput, latencies, losses.
+
+    setblock serve nano --engine vllm &
+    python examples/serve_load.py --url http://127.0.0.1:8000/v1 --out runs/load.json
+
+Every mode answers the same problems of the bundled model at every concurrency, in turns; ratios are
+to mode "ntp" of the same round. A share of the requests is left in the middle, as clients do.
+"""
+
+import asyncio
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+
+from setblock import nano, records
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Answer:
+    """One request: seconds to the first text and between texts, and tokens; left: by the client."""
+
+    first_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    tokens: int = 0
+    left: bool = False
+
+
+async def ask(
+    client: AsyncOpenAI, model: str, question: str, own: dict[str, Any], leave: bool
+) -> Answer:
+    """The answer as it streams in; `leave` hangs up behind the first text."""
+    begin, times, tokens = time.perf_counter(), [], 0
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        temperature=0.0,
+        max_tokens=200,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=own,
+    )
+    async for chunk in stream:
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+        if chunk.choices and chunk.choices[0].delta.content:
+            times.append(time.perf_counter())
+            if leave:
+                await stream.close()
+                return Answer(left=True)
+    gaps = tuple(b - a for a, b in itertools.pairwise(times))
+    return Answer(times[0] - begin if times else 0.0, gaps, tokens)
+
+
+async def round_of(
+    client: AsyncOpenAI,
+    model: str,
+    questions: list[str],
+    concurrency: int,
+    own: dict[str, Any],
+    leave_every: int,
+) -> tuple[float, list[Answer]]:
+    """Seconds of all questions, at most `concurrency` at a time, and their answers."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(number: int, question: str) -> Answer:
+        async with gate:
+            leave = bool(leave_every) and number % leave_every == leave_every - 1
+            return await ask(client, model, question, own, leave)
+
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(one(*pair) for pair in enumerate(questions)))
+    return time.perf_counter() - begin, list(answers)
+
+
+def line_of(seconds: float, answers: list[Answer]) -> dict[str, Any]:
+    """What a round comes to."""
+    whole = [one for one in answers if not one.left]
+    firsts = sorted(one.first_s for one in whole)
+    gaps = sorted(gap for one in whole for gap in one.gaps_s)
+    return {
+        "requests": len(answers),
+        "left": len(answers) - len(whole),
+        "lost": sum(not one.tokens for one in whole),
+        "tokens": sum(one.tokens for one in whole),
+        "tokens_per_second": sum(one.tokens for one in whole) / seconds,
+        "first_text_s": [_at(firsts, 0.5), _at(firsts, 0.99)],
+        "between_texts_s": [_at(gaps, 0.5), _at(gaps, 0.99)],
+        "wall_s": seconds,
+    }
+
+
+def _at(values: list[float], share: float) -> float | None:
+    return values[min(int(share * len(values)), len(values) - 1)] if values else None
+
+
+async def measure(
+    url: str,
+    model: str,
+    modes: list[str],
+    sizes: list[int],
+    requests: int,
+    repeats: int,
+    leave_every: int,
+    extra: bool,
+) -> list[dict[str, Any]]:
+    """A line for each mode and concurrency: medians over the rounds, the first left out."""
+    each = -(-requests // len(nano.FAMILIES))
+    families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
+    questions = [one.prompt for some in zip(*families, strict=True) for one in some][:requests]
+    lines = []
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+        for size in sizes:
+            found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+            for repeat in range(repeats + 1):
+                for mode in modes:
+                    own = {"vllm_xargs": {"mode": mode}} if extra else {"mode": mode}
+                    every = leave_every if repeat else 0
+                    asked = questions if repeat else questions[: 2 * size]
+                    line = line_of(*await round_of(client, model, asked, size, own, every))
+                    if repeat:
+                        found[mode].append(line)
+            for mode, rounds in found.items():
+                base = found[modes[0]]
+                gains = [
+                    one["tokens_per_second"] / other["tokens_per_second"]
+                    for one, other in zip(rounds, base, strict=True)
+                ]
+                middle = sorted(rounds, key=lambda one: one["tokens_per_second"])[len(rounds) // 2]
+                lost = sum(one["lost"] for one in rounds)
+                lines.append(
+                    {
+                        "mode": mode, "concurrency": size, "model": model, "task": "load",
+                        "throughput_ratio": statistics.median(gains),
+                        "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
+                    }
+                )  # fmt: skip
+                console.print(f"{mode} at {size}: {middle['tokens_per_second']:.0f} tokens/s")
+    return lines
+
+
+def main(
+    url: Annotated[str, typer.Option(help="The server's, with /v1.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(help="The name it is served by.")] = "nano",
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Again for more; ratios are to the first.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Again for more. Default: 1, 4, 16 and 64.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Of each round.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds, after one that warms up.")] = 3,
+    leave_every: Annotated[
+        int, typer.Option(help="Every so many requests one is left in the middle; 0 is none.")
+    ] = 0,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="The server is transformers', not vLLM's.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+) -> None:
+    """Ask a server under every mode and concurrency."""
+    record = records.new_record()
+    record["results"] = asyncio.run(
+        measure(
+            url, model, mode or ["ntp", "sbd", "verified"], concurrency or [1, 4, 16, 64],
+            requests, repeats, leave_every, not transformers,
+        )
+    )  # fmt: skip
+    if out is not None:
+        records.save_record(record, out)
+    shown = Table(title=f"{model} at {url}")
+    for name in ("mode", "at once", "tokens/s", "against the first", "first text s", "lost"):
+        shown.add_column(name, justify="left" if name == "mode" else "right")
+    for line in record["results"]:
+        middle, last = line["first_text_s"]
+        shown.add_row(
+            line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
+            f"{line['throughput_ratio']:.2f}x", f"{middle:.3f}, {last:.3f}", str(line["lost"]),
+        )  # fmt: skip
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    typer.run(main)
