@@ -61,7 +61,7 @@ $(VLLM)/.ready: pyproject.toml
 
 # The plugin in a real engine.
 test-vllm: vllm-env
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests_vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -c tests_vllm/pytest.ini tests_vllm
 
 # Train the bundled models again, from nothing: about two hours on two cores.
 train-demo: setup

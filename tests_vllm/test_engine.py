@@ -216,6 +216,7 @@ def test_blocks_at_the_end_of_the_context(engine, model):
         ({"allowed_token_ids": [3]}, {}, "allowed_token_ids is not supported"),
         ({"bad_words": ["a"]}, {}, "bad_words is not supported"),
         ({"seed": -5}, {}, "seed must be"),
+        ({"stop_token_ids": list(range(20))}, {}, "stop_token_ids: at most 16"),
     ],
 )
 def test_what_is_not_supported_is_named(engine, model, fields, extra, message):

@@ -12,6 +12,7 @@ from setblock.solvers import Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
 OWN = ("mode", "solver", "block_size")
+MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 
 
@@ -57,8 +58,18 @@ def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
     return Asked(mode != "sbd", parse(solver), 1 if mode == "ntp" else size, sampler)
 
 
+def ends_of(params: Any) -> set[int]:
+    """The tokens that end a request: the model's and its own."""
+    ends = set() if params.ignore_eos else set(params.all_stop_token_ids)
+    return ends | set(params.stop_token_ids or ())
+
+
 def _refuse(params: Any) -> None:
     """Raises ValueError for what neither vLLM's diffusion path nor this plugin does."""
+    if len(ends := ends_of(params)) > MOST_STOPS:
+        raise ValueError(
+            f"stop_token_ids: at most {MOST_STOPS} tokens may end a request, got {ends}"
+        )
     neutral = {
         "n": 1, "min_p": 0.0, "min_tokens": 0, "logit_bias": None, "bad_words": None,
         "allowed_token_ids": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,

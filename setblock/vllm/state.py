@@ -23,10 +23,9 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
-from setblock.vllm.requests import Asked, asked, settings_of
+from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
-MOST_STOPS = 16  # end tokens that a request may have
 
 
 class BlockState(ModelState):
@@ -79,11 +78,8 @@ class BlockState(ModelState):
         self.asked[req_index] = asked(params, self.defaults, self.canvas)
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
-        ends = set() if params.ignore_eos else set(params.all_stop_token_ids)
-        ends |= set(params.stop_token_ids or ())
-        if len(ends) > MOST_STOPS:
-            raise ValueError(f"at most {MOST_STOPS} end tokens, got {len(ends)}")
-        row = sorted(ends) + [-1] * (MOST_STOPS - len(ends))
+        ends = sorted(ends_of(params))
+        row = ends + [-1] * (MOST_STOPS - len(ends))
         self.stops[req_index] = torch.tensor(row, device=self.device)
 
     def remove_request(self, req_id: str) -> None:
