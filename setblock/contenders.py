@@ -99,19 +99,30 @@ def transformers_generate(**options: Any) -> Contender:
     return run
 
 
-def contenders(batch_size: int, **sbd: Any) -> dict[str, Contender]:
+def contenders(
+    batch_size: int, solvers: Sequence[str] = (), block_sizes: Sequence[int] = ()
+) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
-    sbd: solver and block size of modes "sbd" and "verified". transformers looks up prompts for one
-    row at a time only.
+    solvers: of mode "sbd"; block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or
+    the arithmetic's. Names tell them where there are several. transformers looks up prompts for
+    one row at a time only.
     """
-    size = {"block_size": sbd["block_size"]} if sbd.get("block_size") else {}
-    found: dict[str, Contender] = {
-        BASELINE: ours(mode="ntp"),
-        "sbd": ours(mode="sbd", **sbd),
-        "verified": ours(mode="verified", **size),
-        "transformers": transformers_generate(),
-    }
+
+    def name(mode: str, size: int | None, solver: str | None = None) -> str:
+        told = [solver] if solver and len(solvers) > 1 else []
+        told += [f"k={size}"] if size and len(block_sizes) > 1 else []
+        return " ".join([mode, *told])
+
+    sizes = [{"block_size": size} for size in block_sizes] or [{}]
+    found: dict[str, Contender] = {BASELINE: ours(mode="ntp")}
+    for size in sizes:
+        for solver in solvers or [None]:
+            options = {"mode": "sbd", "solver": solver, **size}
+            found[name("sbd", size.get("block_size"), solver)] = ours(**options)
+    for size in sizes:
+        found[name("verified", size.get("block_size"))] = ours(mode="verified", **size)
+    found["transformers"] = transformers_generate()
     if batch_size == 1:
         found["transformers-lookup"] = transformers_generate(
             prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True

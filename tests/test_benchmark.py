@@ -30,13 +30,13 @@ def test_transformers_says_what_next_token_decoding_does(model):
 
 
 def test_prompt_lookup_says_the_same(model):
-    found = contenders.contenders(1, solver=None, block_size=None)
+    found = contenders.contenders(1)
     assert list(found) == ["ntp", "sbd", "verified", "transformers", "transformers-lookup"]
     for prompt in PROMPTS:
         runs = {name: run(model, [prompt], 12) for name, run in found.items()}
         for name in ("verified", "transformers", "transformers-lookup"):
             assert runs[name].token_ids == runs["ntp"].token_ids
-    assert "transformers-lookup" not in contenders.contenders(2, solver=None, block_size=None)
+    assert "transformers-lookup" not in contenders.contenders(2)
 
 
 def test_vllm_is_asked_for_the_same(model, fake_vllm, monkeypatch):
@@ -73,6 +73,17 @@ def test_why_vllm_can_not_take_part(model, fake_vllm, monkeypatch, tmp_path):
     assert contenders.vllm_missing(model) == "the model is a GGUF file"
 
 
+def test_several_solvers_and_block_sizes(model):
+    found = contenders.contenders(2, ["fixed:1", "fixed:4"], [4, 8])
+    assert list(found) == [
+        "ntp", "sbd fixed:1 k=4", "sbd fixed:4 k=4", "sbd fixed:1 k=8", "sbd fixed:4 k=8",
+        "verified k=4", "verified k=8", "transformers",
+    ]  # fmt: skip
+    nfe = {name: run(model, PROMPTS[:1], 8).nfe for name, run in found.items() if "sbd" in name}
+    assert nfe["sbd fixed:4 k=8"] < nfe["sbd fixed:1 k=8"]
+    assert list(contenders.contenders(2, ["fixed:1"], [4, 8]))[1:3] == ["sbd k=4", "sbd k=8"]
+
+
 def test_answers_end_at_eos(model, monkeypatch):
     free = generate(model, PROMPTS, mode="ntp", max_new_tokens=12)
     monkeypatch.setattr(model, "eos_token_ids", frozenset([free[0].token_ids[4]]))
@@ -85,7 +96,7 @@ def test_answers_end_at_eos(model, monkeypatch):
 def test_without_ends_every_answer_is_as_long_as_it_may(model, monkeypatch):
     monkeypatch.setattr(model, "eos_token_ids", frozenset())
     monkeypatch.setattr(model.network.generation_config, "eos_token_id", list(range(200)))
-    for name, run in contenders.contenders(1, solver=None, block_size=None).items():
+    for name, run in contenders.contenders(1).items():
         assert run(model, PROMPTS[:1], 9).tokens == 9, name
 
 

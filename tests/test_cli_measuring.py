@@ -235,6 +235,25 @@ def test_benchmark_every_option(run, trained, tmp_path):
     assert "against one token" in result.out
 
 
+def test_several_solvers_and_block_sizes_in_one_run(run, trained):
+    words = ["--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--cached", "0"]
+    words += [
+        "--solver",
+        "fixed:1",
+        "--solver",
+        "fixed:2",
+        "--block-size",
+        "2",
+        "--block-size",
+        "4",
+    ]
+    record = run("benchmark", trained, *words, "--no-vllm", "--json").json
+    names = [line["contender"] for line in record["results"]]
+    assert "sbd fixed:2 k=4" in names
+    assert names.count("verified k=2") == 1
+    assert [line["queries"] for line in record["forwards"]] == [1, 2, 4, 8]
+
+
 def test_vllm_takes_part_where_it_is_installed(run, trained, fake_vllm):
     few = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "2", "--prompt-length", "9"]
     few += ["--cached", "0", "--json"]

@@ -99,6 +99,20 @@ def test_verified_smollm2_says_what_its_frozen_base_says(path: Path) -> None:
     assert verified["tokens_per_forward"] > 1
 
 
+def test_the_table_of_branches_and_seeds_is_the_records() -> None:
+    page = (ROOT / "docs" / "lossless.md").read_text()
+    for branches, seeds in ((1, 0), (6, 0), (6, 1), (6, 4)):
+        path = ROOT / "benchmarks" / "records" / f"smollm2-verified-{branches}-{seeds}.json"
+        verified = json.loads(path.read_text())["results"][1]
+        settings = verified["settings"]
+        found = (settings["block_size"], settings["branches"], settings["seeds"], verified["n"])
+        assert found == (6, branches, seeds, 20)
+        name = "6 (all)" if branches == 6 else "1"
+        queries = 6 * (1 + branches * (1 + seeds))
+        rate = f"{verified['tokens_per_forward']:.2f}"
+        assert f"| {name} | {seeds} | {queries} | {rate} |" in page
+
+
 def test_readme_and_card_quote_the_record() -> None:
     summary = (ROOT / "benchmarks" / "records" / "nano-summary.md").read_text().strip()
     assert summary in (ROOT / "README.md").read_text()

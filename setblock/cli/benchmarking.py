@@ -10,13 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
-    BlockSizeOption,
+    SOLVERS_HELP,
     DeviceOption,
     DtypeOption,
     JsonOption,
     MaskTokenOption,
     ModelName,
-    SolverOption,
     app,
     err,
     load_model,
@@ -64,8 +63,13 @@ def benchmark(
             help="Tokens in the cache of the timed forwards; again. Default: 128 and 512."
         ),
     ] = None,
-    solver: SolverOption = None,
-    block_size: BlockSizeOption = None,
+    solver: Annotated[
+        list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
+    ] = None,
+    block_size: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a block; again for more. Default: the checkpoint's."),
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -117,8 +121,12 @@ def benchmark(
     warn_untrained(model, "sbd")
     if ignore_eos:
         model.eos_token_ids = frozenset()
-    sbd: dict[str, Any] = {"solver": solver, "block_size": block_size}
-    size = settings_for(model, mode="sbd", **sbd).block_size  # bad values are refused here
+    wide = {  # bad values are refused here
+        settings_for(model, mode="sbd", solver=rule, block_size=one).block_size
+        for rule in solver or [None]
+        for one in block_size or [None]
+    }
+    size = max(wide)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
     room = model.context_length
@@ -151,7 +159,7 @@ def benchmark(
         for length in prompt_length or [None]:
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:
-                rivals = contenders.contenders(batch, **sbd)
+                rivals = contenders.contenders(batch, solver or (), block_size or ())
                 if engine is not None:
                     rivals["vllm"] = engine
                 with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
@@ -162,7 +170,8 @@ def benchmark(
     for batch in sizes:
         with err.status(Text(f"single forwards, batches of {batch}")):
             lengths = cached or [128, 512]
-            costs = measure.forward_costs(model, lengths, (1, size, 2 * size), batch, repeats)
+            queries = sorted({1, *wide, *(2 * one for one in wide)})
+            costs = measure.forward_costs(model, lengths, queries, batch, repeats)
             record["forwards"] += beside_measured(dimensions, machine, list(costs), DISPATCH_S)
     journal.save()
     if as_json:
