@@ -1,6 +1,10 @@
 """The plugin in a real engine: the ids of the reference decoder, whatever else the engine does."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,23 +129,29 @@ def test_requests_that_lose_their_cache(engine, model, asynchronous):
     assert counter(served, "vllm:num_preemptions") > 10
 
 
-def test_verified_is_vllms_own_next_token_text(engine, model, folder, monkeypatch):
-    """Not only the reference's: vLLM without the plugin, with its other runner, says the same."""
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, prompts = json.load(sys.stdin)
+    engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512)
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    found = engine.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+    print("ids", json.dumps([list(one.outputs[0].token_ids) for one in found]))
+"""
 
+
+def test_verified_is_vllms_own_next_token_text(engine, model, folder):
+    """Not only the reference's: vLLM as it is, in a process of its own, says the same."""
     ids = prompts(model("nano"), 20)
     found = answers(engine("nano"), [Request(one, {"mode": "verified"}) for one in ids])
-    engine("llama")  # ends the other
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    plain = LLM(
-        model=str(folder("nano")), dtype="float32", enforce_eager=True, max_model_len=512,
-        max_num_seqs=32,
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder("nano")), ids]), text=True,
+        env=env, capture_output=True, check=True,
     )  # fmt: skip
-    settings = SamplingParams(temperature=0.0, max_tokens=60)
-    given = [{"prompt_token_ids": list(one)} for one in ids]
-    own = plain.generate(given, settings, use_tqdm=False)
-    plain.llm_engine.engine_core.shutdown()
-    assert [tuple(one.outputs[0].token_ids) for one in own] == found
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("ids ")]
+    assert [tuple(one) for one in json.loads(line.removeprefix("ids "))] == found
 
 
 def test_forwards_are_saved(engine, model):
