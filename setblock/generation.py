@@ -194,7 +194,7 @@ def stream(
                 "of the text: the model's EOS ends an answer anyway"
             )
         if "\ufffd" in text:
-            raise ValueError(f"stop text {text!r} holds half a character, which no text has")
+            raise ValueError(f"stop text {text!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings)
     # Rows of like length share a batch, so that the prompts' forward pads little.

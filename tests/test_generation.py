@@ -101,7 +101,7 @@ def test_every_option_arrives():
     ("options", "message"),
     [
         ({"mode": "fast"}, r"mode must be one of sbd, ntp, verified, got 'fast'"),
-        ({"stop": "d\ufffd"}, "stop text .* holds half a character"),
+        ({"stop": "d\ufffd"}, "stop text .* holds U.FFFD, which stands for half a"),
         ({"solver": "entropy"}, r"solver must be one of entropy:GAMMA, .*; got 'entropy'"),
         ({"solver": "entropy:-1"}, r"solver must be .* \(gamma must be a number from 0 to inf"),
         ({"block_size": 0}, r"block_size must be an integer of at least 1, got 0"),
