@@ -1,7 +1,6 @@
 """Tasks x decoding settings -> scores with intervals, forwards and seconds, as one JSON record."""
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +12,12 @@ import torch
 from rich.table import Table
 
 from setblock import likelihood, nano
-from setblock.generation import Generation, Options, encode, settings_for, stream
+from setblock.generation import Generation, Options, batches, encode, settings_for, stream
 from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
 from setblock.scores import Z_95, Sample, Score, repetition
-from setblock.tasks import TASKS, Item, Rows, Task
+from setblock.tasks import SUFFIXES, TASKS, Item, Rows, Task, read_rows
 
 PERPLEXITY = "perplexity"
 
@@ -62,14 +61,17 @@ def evaluate(
     """The score of one setting on these problems; `on_progress` is called after every answer.
 
     form: how items of a benchmark task are put; None for the nano families, always chat turns.
-    known: samples of an earlier call that was stopped; those problems are not decoded again.
+    known: samples of an earlier call that was stopped. A batch that it left unfinished is decoded
+        again as a whole: a row's entropies differ in their last bits with the rows beside it.
     """
     score = Score(list(known))
     chat = form is None or form.chat
     done = {sample.index for sample in known}
-    missing = [index for index in range(len(problems)) if index not in done]
-    texts = [form.prompt(problems[i]) if form else problems[i].prompt for i in missing]  # type: ignore[arg-type]
+    texts = [form.prompt(one) if form else one.prompt for one in problems]  # type: ignore[arg-type]
     prompts = encode(model, texts, chat)
+    asked = [rows for rows in batches(prompts, batch_size) if not done.issuperset(rows)]
+    missing = [index for rows in asked for index in rows]
+    prompts = [prompts[index] for index in missing]
     check: Any = nano.check if form is None else form.task.check
     if prompts:  # what follows from the number of rows follows from all of them, resumed or not
         settings = settings_for(model, min(batch_size, len(problems)), **options)
@@ -87,6 +89,9 @@ def evaluate(
             return score
         if (generation := reveal.generation) is not None:
             index = missing[reveal.row]
+            if index in done:
+                seconds = 0.0  # they were counted when it was first decoded
+                continue
             sample = _sample(model, prompts[reveal.row], index, problems[index].key, generation)
             correct = check(problems[index], generation.text) if check else None
             score.samples.append(replace(sample, correct=correct, wall_s=seconds))
@@ -160,30 +165,28 @@ def _sample(
     )
 
 
-def read_texts(path: Path, limit: int | None = None) -> list[str]:
-    """The texts of a JSONL file's rows, {"text": ...}, or all of any other file as one.
+def read_texts(data: str, limit: int | None = None, split: str = "test") -> Rows:
+    """The texts of rows {"text": ...}, as `tasks.read_rows` reads them, or of a plain file as one.
 
-    Raises: ValueError naming file and line for a row of another form; OSError.
+    Raises: ValueError naming source and row for a row of another form; OSError.
     """
-    content = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl":
-        return [content]
-    texts = []
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip() or (limit is not None and len(texts) == limit):
-            continue
+    path = Path(data)
+    if path.exists() and path.suffix not in set(SUFFIXES) - {".txt"}:
+        content = path.read_bytes()
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        return Rows(path.name, hashlib.sha256(content).hexdigest(), (text,))
+    found = read_rows(data, split)
+    for number, row in enumerate(found.rows[:limit], start=1):
         if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
-            raise ValueError(f"{path}:{number}: a row needs a text, named text")
-        texts.append(row["text"])
-    return texts
+            raise ValueError(f"{found.name}, row {number}: a row needs a text, named text")
+    return replace(found, rows=tuple(row["text"] for row in found.rows[:limit]))
 
 
-def judge(model: Model, texts: Sequence[str], window: int | None, data: Path) -> dict[str, Any]:
-    """One line of a record: a model's perplexity on plain texts, each judged by itself.
+def judge(model: Model, data: Rows, window: int | None) -> dict[str, Any]:
+    """One line of a record: a model's perplexity on the texts of `read_texts`, each by itself.
 
     window: tokens that a forward sees at most, default the model's context.
     score: perplexity per token; interval: 95 %, from how much the texts differ, None for one text.
@@ -191,9 +194,10 @@ def judge(model: Model, texts: Sequence[str], window: int | None, data: Path) ->
     Raises: ValueError if none is left.
     """
     begin = time.perf_counter()
-    ids = [ids for text in texts if len(ids := model.encode(text)) > 1] if any(texts) else []
+    some = any(data.rows)
+    ids = [ids for text in data.rows if len(ids := model.encode(text)) > 1] if some else []
     if not ids:
-        raise ValueError(f"{data}: no text of at least two tokens")
+        raise ValueError(f"{data.name}: no text of at least two tokens")
     found = [likelihood.perplexity(model, one, window) for one in ids]
     tokens = sum(one.tokens for one in found)
     mean = sum(one.nats for one in found) / tokens
@@ -217,7 +221,7 @@ def judge(model: Model, texts: Sequence[str], window: int | None, data: Path) ->
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": {"window": window or model.context_length},
         "data": data.name,
-        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "data_sha256": data.sha256,
     }
 
 

@@ -197,10 +197,17 @@ def stream(
             raise ValueError(f"stop text {text!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings)
-    # Rows of like length share a batch, so that the prompts' forward pads little.
+    return (
+        reveal
+        for rows in batches(ids, size)
+        for reveal in _stream_batch(model, ids, rows, settings)
+    )
+
+
+def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The rows that are decoded together: those of like length, so that prompts pad little."""
     order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-    batches = [order[first : first + size] for first in range(0, len(order), size)]
-    return (reveal for rows in batches for reveal in _stream_batch(model, ids, rows, settings))
+    return [order[first : first + size] for first in range(0, len(order), size)]
 
 
 def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]]:

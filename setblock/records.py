@@ -40,10 +40,16 @@ class Journal:
     line, with the run's number; both are written as they come, so that a stopped command can go on.
     request: what was asked for; a record goes on only for the same request, by the same code.
     Without a path nothing is written.
+    resume: whether to go on with a record; None for a command that never does.
     """
 
-    def __init__(self, request: dict[str, Any], path: Path | None, resume: bool = False) -> None:
-        """Raises: ValueError for a record that is there and not to go on with, or the reverse."""
+    def __init__(
+        self, request: dict[str, Any], path: Path | None, resume: bool | None = False
+    ) -> None:
+        """Raises: ValueError for a record that is there and not to go on with, or the reverse.
+
+        No other command may write to the record until this process ends.
+        """
         self.path = path
         self.record = new_record()
         results = self.record.pop("results")
@@ -58,7 +64,8 @@ class Journal:
         elif path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
         elif path is not None and (path.exists() or self.samples_path.exists()):
-            raise ValueError(f"{path} is there already: go on with --resume, or name another file")
+            way = "name another file" if resume is None else "go on with --resume, or name another"
+            raise ValueError(f"{path} is there already: {way}")
 
     @property
     def samples_path(self) -> Path:

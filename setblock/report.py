@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
 
 KINDS = (
@@ -94,6 +96,8 @@ def read(paths: Sequence[Path]) -> Measured:
                     _, _ = line["interval"] or (0, 0)
                     _ = float(line["tokens_per_forward"]), Path(line["model"])
                     _ = line.get("settings", {}).get
+                    if wrong := _out_of_range(line):
+                        raise OutOfRange(f"{path}: results[{run}].{wrong}")
                     found.scores.append(line)
                     _accepted(found, path, run, line)
             for one in record.get("comparisons", []):
@@ -104,15 +108,33 @@ def read(paths: Sequence[Path]) -> Measured:
                 found.comparisons.append(one)
             for line in record.get("forwards", []):
                 found.forwards.append({**line, "model": record["results"][0]["model"]})
+        except OutOfRange:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
     _name_models(found)
     return found
 
 
+class OutOfRange(ValueError):
+    """A record that was edited into what no command measures."""
+
+
+def _out_of_range(line: dict[str, Any]) -> str | None:
+    """What is wrong with the numbers of a line of scores, if anything."""
+    most = math.inf if line["task"] == PERPLEXITY else 1
+    low, high = line["interval"] or (line["score"], line["score"])
+    if line["score"] is not None and not 0 <= low <= line["score"] <= high <= most:
+        return f"score and interval must lie in 0 .. {most}: {line['score']}, {line['interval']}"
+    for name, least in (("n", 1), ("tokens_per_forward", 0), ("wall_s", 0)):
+        if not least <= line[name] < math.inf:
+            return f"{name} must be a number of at least {least}, got {line[name]}"
+    return None
+
+
 def _name_models(found: Measured) -> None:
     """Call each model by its folder's name, or by its whole path where two have the same name."""
-    lines = [*found.scores, *found.contenders, *found.forwards, *found.tunings]
+    lines = [*found.scores, *found.contenders, *found.forwards, *found.tunings, *found.answers]
     lines += [one[place] for one in found.comparisons for place in ("first", "second")]
     models = dict.fromkeys(line["model"] for line in lines)
     names = [Path(model).name for model in models]
@@ -123,8 +145,8 @@ def _name_models(found: Measured) -> None:
 
 def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
     """What of an answer of the demo the page needs."""
-    names = ("prompt", "mode", "tokens", "reveal_step", "entropy", "nfe", "correct")
-    _ = NAMES[answer["mode"]]
+    names = ("prompt", "mode", "tokens", "reveal_step", "entropy", "nfe", "correct", "model")
+    _, _ = NAMES[answer["mode"]], Path(answer["model"])
     return {name: answer[name] for name in names}
 
 
@@ -342,7 +364,7 @@ def page(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, st
     """The whole report as one HTML page that needs nothing else; answers replay in it."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for answer in found.answers:
-        named = {**answer, "name": NAMES[answer["mode"]]}
+        named = {**answer, "name": f"{answer['model']}, {NAMES[answer['mode']]}"}
         groups.setdefault(answer["prompt"], []).append(named)
     data = json.dumps([{"prompt": prompt, "answers": some} for prompt, some in groups.items()])
     pictures = "".join(

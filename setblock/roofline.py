@@ -219,27 +219,24 @@ def expected_tokens(
     """
     blind = 1 - min(BLIND * (1 - acceptance), 1.0)
     hit = max(share for count, share in HITS.items() if count <= seeds)
-    rates = {"none": None, "blind": blind, "seen": acceptance}
     order = sorted(range(block_size), key=lambda n: -_accepted(n, block_size, acceptance))
-    covered = set(order[:branches])
-    follow: dict[str, dict[str, float]] = {}
-    yields = {"none": 1.0}
-    for kind, rate in rates.items():
-        if rate is None:  # a branch behind the one token is all that it has, and the likeliest
-            follow[kind] = {"none": 0.0, "blind": 1.0, "seen": 0.0}
-            continue
+    covered = order[:branches]
+
+    def follow(rate: float) -> tuple[float, float, float]:
+        """Tokens of a forward with such a draft; how likely none, and a seen one, follows."""
         chances = [_accepted(n, block_size, rate) for n in range(block_size)]
-        yields[kind] = 1 + sum(n * chance for n, chance in enumerate(chances))
         met = sum(chances[n] for n in covered)
         seen = hit * sum(chances[n] for n in covered if n < block_size - 1)
-        follow[kind] = {"none": 1 - met, "blind": met - seen, "seen": seen}
-    shares = dict.fromkeys(rates, 1 / 3)
-    for _ in range(60):  # half of the old shares: no swinging between two states
-        shares = {
-            kind: (shares[kind] + sum(shares[one] * follow[one][kind] for one in rates)) / 2
-            for kind in rates
-        }
-    return sum(shares[kind] * yields[kind] for kind in rates), 1 - shares["none"]
+        return 1 + sum(n * chance for n, chance in enumerate(chances)), 1 - met, seen
+
+    blind_tokens, blind_to_none, blind_to_seen = follow(blind)
+    seen_tokens, seen_to_none, seen_to_seen = follow(acceptance)
+    # The shares that stay as they are, for one forward with a blind draft. Behind a forward without
+    # any draft stands a branch behind its one token, which is all it has: a blind draft is next.
+    seen = blind_to_seen / (1 - seen_to_seen)
+    none = blind_to_none + seen * seen_to_none
+    whole = none + 1 + seen
+    return (none + blind_tokens + seen * seen_tokens) / whole, 1 - none / whole
 
 
 def fitted_acceptance(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -70,7 +70,7 @@ class Rows:
 
 
 def read_rows(data: str | Path, split: str = "test") -> Rows:
-    """A JSON, JSONL or gzipped JSONL file, or a hub dataset, owner/name or owner/name:config.
+    """A JSON, JSONL, gzipped JSONL or Parquet file, or a hub dataset, owner/name[:config].
 
     split: of a hub dataset.
     Raises: ValueError for what can't be read; OSError for a file that is not there.
@@ -80,6 +80,12 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
         return _hub_rows(str(data), split)
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
+    if path.suffix == ".parquet":
+        return Rows(
+            path.name,
+            digest,
+            _loaded(str(data), lambda datasets: datasets.Dataset.from_parquet(str(path))),
+        )
     try:
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
         if text.lstrip().startswith("["):
@@ -92,17 +98,24 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
 
 
 def _hub_rows(name: str, split: str) -> Rows:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError('hub datasets need datasets: pip install "setblock[eval]"') from error
-    try:
-        dataset: Any = load_dataset(*name.split(":", 1), split=split)
-        rows = tuple(dataset)
-    except Exception as error:  # every reader and the hub raise classes of their own
-        raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
+    words = name.split(":", 1)
+    rows = _loaded(name, lambda datasets: datasets.load_dataset(*words, split=split))
     content = json.dumps(rows, sort_keys=True, default=str)
     return Rows(name, hashlib.sha256(content.encode()).hexdigest(), rows)
+
+
+def _loaded(name: str, read: Callable[[Any], Iterable[Any]]) -> tuple[Any, ...]:
+    """The rows that `read` gets from the library datasets."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f'{name} is read by the library datasets: pip install "setblock[eval]"'
+        ) from error
+    try:
+        return tuple(read(datasets))
+    except Exception as error:  # every reader and the hub raise classes of their own
+        raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
 
 
 def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
@@ -145,7 +158,8 @@ def final_number(text: str) -> Decimal | None:
 
 def _numbers(text: str) -> list[Decimal]:
     digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-    found = re.findall(rf"(?:(?<![\w.])[-\u2212])?(?:{digits})", text)
+    power = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
+    found = re.findall(rf"(?:(?<![\w.])[-\u2212])?(?:{digits}){power}", text)
     return [Decimal(one.replace(",", "").replace("\u2212", "-")) for one in found]
 
 
@@ -201,6 +215,8 @@ def code_of(text: str, name: str | None = None) -> str:
 
 def _humaneval(row: Mapping[str, Any], number: int) -> Item:
     target = {name: row[name] for name in ("prompt", "test", "entry_point")}
+    if not str(target["entry_point"]).isidentifier():
+        raise ValueError(f"entry_point must be a function's name, got {target['entry_point']!r}")
     return Item(str(row["task_id"]), row["prompt"], row["canonical_solution"], target)
 
 
@@ -241,12 +257,12 @@ TASKS = {
     task.name: task
     for task in (
         Task(
-            *("gsm8k", 1, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("gsm8k", 2, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
         Task(
-            *("svamp", 1, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("svamp", 2, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from setblock import contenders, evaluate, nano, records
 
@@ -43,7 +44,7 @@ def test_evaluate_every_option(run, trained, tmp_path):
     assert [json.loads(one)["run"] for one in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert result.err == ""
     again = run("evaluate", trained, *words)
-    assert again.error == f"{path} is there already: go on with --resume, or name another file"
+    assert again.error == f"{path} is there already: go on with --resume, or name another"
     assert run("evaluate", trained, *words, "--resume", "--json").json == record
 
 
@@ -144,14 +145,21 @@ def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
     for one, other in zip(whole["results"], stopped["results"], strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - {"wall_s", "peak_bytes"}:
-            close = name in ("entropy_nats", "logprob_nats")  # rows shared other batches
-            assert one[name] == (pytest.approx(other[name]) if close else other[name]), name
+            assert one[name] == other[name], name
+    samples = [
+        [
+            json.loads(line) | {"wall_s": None}
+            for line in file.with_suffix(".samples.jsonl").read_text().splitlines()
+        ]
+        for file in (tmp_path / "whole.json", path)
+    ]
+    assert samples[0] == samples[1]
     other = run("evaluate", trained, *words, "--limit", "2", "--out", path, "--resume")
     assert 'made by another request: {"limit": 3}, now {"limit": 2}' in other.error
     assert "no record to go on with" in run("evaluate", trained, *words, "--resume").error
 
 
-def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
+def test_evaluate_perplexity(run, trained, checkpoint, tmp_path, monkeypatch):
     data, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
     data.write_text("".join(json.dumps({"text": f"text {n} " * n}) + "\n" for n in range(1, 5)))
     plain.write_text("one text, and more of it")
@@ -164,13 +172,30 @@ def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
         assert line["interval"][0] < line["score"] < line["interval"][1]
     assert run("evaluate", trained, other, *words, "--data", data, "--resume").code == 0
     before = data.read_text()
-    data.write_text(before.replace("text", "word"))
+    data.write_text(before.replace("text ", "word "))
     again = run("evaluate", trained, other, *words, "--data", data, "--resume")
     assert "was made by another request" in again.error
     data.write_text(before)
     for useless in (["--limit", "0"], ["--split", "test"], ["--held-out"], ["--shots-data", "x"]):
         assert useless[0] in run("evaluate", trained, *words[:2], "--data", data, *useless).error
     words = words[:2]
+    table = tmp_path / "texts.parquet"
+    Dataset.from_json(str(data)).to_parquet(str(table))
+    scores = [
+        run("evaluate", trained, *words, "--data", file, "--json").json["results"][0]["score"]
+        for file in (data, table)
+    ]
+    assert scores[0] == scores[1]
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        return [{"text": "some text"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    hub = (*words, "--data", "owner/name:raw", "--split", "train")
+    assert run("evaluate", trained, *hub, "--json").json["results"][0]["data"] == "owner/name:raw"
+    assert asked == [("owner/name", "raw", "train")]
     [line] = run("evaluate", trained, *words, "--data", plain, "--window", "9", "--json").json[
         "results"
     ]
@@ -180,8 +205,8 @@ def test_evaluate_perplexity(run, trained, checkpoint, tmp_path):
         in run(*("evaluate", trained, *words, "--data", plain, "--window", "9")).out
     )
     for content, message in (
-        ("{", r":1: not JSON"),
-        ('{"text": "a"}\n[]', ":2: a row needs a text, named text"),
+        ("{", "neither JSON nor JSONL"),
+        ('{"text": "a"}\n[]', "texts.jsonl, row 2: a row needs a text, named text"),
         ('{"text": ""}', "no text of at least two tokens"),
     ):
         data.write_text(content)
@@ -226,7 +251,8 @@ def test_benchmark_every_option(run, trained, tmp_path):
     assert [(one["batch_size"], one["cached"], one["queries"]) for one in record["forwards"]] == [
         (b, 16, q) for b in (1, 2) for q in (1, 4, 8)
     ]
-    assert "is there already" in run("benchmark", trained, *words, "--out", path).error
+    again = run("benchmark", trained, *words, "--out", path)
+    assert again.error == f"{path} is there already: name another file"  # it never goes on
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
     few = ["--task", "gsm8k", "--data", data, "--repeats", "1", "--max-new-tokens", "2"]

@@ -51,7 +51,7 @@ def records(run, folder, tmp_path, short_demo, monkeypatch) -> dict[str, Path]:
     return files
 
 
-def test_everything_is_shown(run, records, tmp_path):
+def test_everything_is_shown(run, folder, records, tmp_path):
     out = tmp_path / "report"
     found = run("report", *records.values(), "--out", out, "--json").json["files"]
     names = [Path(file).name for file in found]
@@ -88,6 +88,7 @@ def test_everything_is_shown(run, records, tmp_path):
         for answer in one["answers"]:
             assert len(answer["tokens"]) == len(answer["reveal_step"]) == len(answer["entropy"])
             assert max(answer["reveal_step"]) <= answer["nfe"]
+            assert answer["name"].startswith(f"{folder.name}, ")
 
 
 def test_one_kind_alone(run, records, tmp_path):
@@ -153,6 +154,21 @@ def test_records_with_broken_lines(run, records, tmp_path, place, value):
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(record))
     assert f"{broken} is no record" in run("report", broken, "--out", tmp_path / "out").error
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("score", 7), ("interval", [0.9, 0.1]), ("n", 0), ("tokens_per_forward", -1)],
+)
+def test_numbers_that_no_command_measures(run, records, tmp_path, place, value):
+    record = json.loads(records["scores"].read_text())
+    record["results"][1][place] = value
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(record))
+    error = run("report", edited, "--out", tmp_path / "out").error
+    assert error.startswith(f"{edited}: results[1].{'score' if place == 'interval' else place} ")
+    assert str(value) in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_samples_keep_the_forward_of_each_token(folder):

@@ -1,12 +1,14 @@
 """Benchmark tasks: rows read as they are, prompts, and answers of every kind judged."""
 
 import gzip
+import hashlib
 import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from setblock.tasks import TASKS, Item, code_of, final_number, load_items, read_rows
 
@@ -79,6 +81,10 @@ def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
         ("5.", "5"),
         ("1.50 dollars", "1.5"),
         ("12%", "12"),
+        ("about 1e3", "1000"),
+        ("2.5E-2 m", "0.025"),
+        ("#### -1e+2", "-100"),
+        ("3 eggs, 4e", "4"),
         ("no number", None),
         ("", None),
         ("####", None),
@@ -211,6 +217,11 @@ def test_files_of_every_kind(tmp_path) -> None:
             "test_list must be a list of texts, got 'assert 1'",
         ),
         ("gsm8k", "[" * 100_000, "neither JSON nor JSONL"),
+        (
+            "humaneval",
+            json.dumps(ROWS["humaneval"] | {"entry_point": "f("}),
+            "entry_point must be a function's name, got 'f\\('",
+        ),
         ("mbpp", "[1, 2]", "row 1: not of task mbpp"),
     ],
 )
@@ -242,6 +253,17 @@ def test_a_hub_dataset_that_can_not_be_had():
         read_rows("nobody/nothing")
     with pytest.raises(OSError, match="No such file"):
         read_rows("nobody/nothing.jsonl")
+
+
+def test_a_parquet_file(tmp_path):
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([ROWS["gsm8k"]]).to_parquet(str(file))
+    rows = read_rows(file)
+    assert (rows.name, rows.sha256) == (file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+    assert load_items(TASKS["gsm8k"], rows)[0].target == 1205
+    file.write_text("no table")
+    with pytest.raises(ValueError, match=r"can't read data '.*rows\.parquet': "):
+        read_rows(file)
 
 
 def test_rows_with_odd_breaks_and_a_mark(tmp_path):

@@ -116,7 +116,7 @@ def benchmark(
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
-    journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file)
+    journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id)
     warn_untrained(model, "sbd")
     if ignore_eos:

@@ -1,6 +1,5 @@
 """The command that scores: evaluate."""
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +34,7 @@ from setblock.cli.common import (
 if TYPE_CHECKING:
     from setblock.evaluate import Form
     from setblock.records import Journal
+    from setblock.tasks import Rows
 
 
 @app.command()
@@ -47,14 +47,14 @@ def evaluate(
         typer.Option(
             help="nano (all five families) or families of it; or, with --data, one of gsm8k, "
             "svamp, math, humaneval, mbpp, prompts (no right answer: for speed), perplexity (of "
-            "plain text, or JSONL rows of text, under next-token prediction). Default: nano."
+            "plain text, or rows of text, under next-token prediction). Default: nano."
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="The task's rows: a JSON, JSONL or gzipped JSONL file, or a hub dataset such as "
-            "openai/gsm8k:main."
+            help="The task's rows: a JSON, JSONL, gzipped JSONL or Parquet file, or a hub dataset "
+            "such as openai/gsm8k:main."
         ),
     ] = None,
     shots: Annotated[
@@ -150,17 +150,17 @@ def evaluate(
             raise ValueError(f"--{useless[0]}: perplexity reads text and decodes none")
         if data is None:
             raise ValueError("task perplexity needs its text: --data FILE")
-        path = Path(data)
         if limit < 1:
             raise ValueError(f"--limit must be at least 1, got {limit}")
-        named = {"split": split, "held-out": held_out or None, "shots-data": shots_data}
+        named = {"held-out": held_out or None, "shots-data": shots_data}
         if useless := [name for name, value in named.items() if value is not None]:
-            raise ValueError(f"--{useless[0]}: perplexity reads a file, and all of it")
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        request = {**models, "data": path.name, "data_sha256": sha256, "limit": limit}
+            raise ValueError(f"--{useless[0]}: perplexity reads plain text")
+        _refuse_split(split, data)
+        texts = evaluation.read_texts(data, limit, split or "test")
+        request = {**models, "data": texts.name, "data_sha256": texts.sha256, "limit": limit}
         request |= {"window": window}
         journal = Journal(request, out_file, resume)
-        _judge_texts(journal, path, limit, window, models)
+        _judge_texts(journal, texts, window, models)
         _show(journal.record, as_json)
         return
     if window is not None:
@@ -254,19 +254,23 @@ def evaluate(
     _show(journal.record, as_json)
 
 
+def _refuse_split(split: str | None, data: str) -> None:
+    if split is not None and Path(data).exists():
+        raise ValueError("--split is for the nano tasks and for hub datasets; a file is one split")
+
+
 def _judge_texts(
-    journal: "Journal", data: Path, limit: int, window: int | None, models: dict[str, Any]
+    journal: "Journal", data: "Rows", window: int | None, models: dict[str, Any]
 ) -> None:
     """The lines of perplexity, one a model, into the journal."""
-    from setblock.evaluate import judge, read_texts
+    from setblock.evaluate import judge
 
-    texts = read_texts(data, limit)
     for run, name in enumerate(models["models"]):
         if journal.finished(run) is None:
             dtype = models["dtype"] and Dtype(models["dtype"])
             model = load_model(name, dtype, models["device"], models["mask_token_id"])
             with err.status(Text(f"{name} reads {data.name}")):
-                line = judge(model, texts, window, data)
+                line = judge(model, data, window)
             journal.finish(line)
 
 
@@ -299,8 +303,7 @@ def _task_form(
         raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {tasks or None}")
     if held_out:
         raise ValueError("--held-out is for the nano tasks")
-    if split is not None and Path(data).exists():
-        raise ValueError("--split is for the nano tasks and for hub datasets; a file is one split")
+    _refuse_split(split, data)
     if shots < 0 or bool(shots) != (shots_data is not None):
         raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
     task = TASKS[tasks[0]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from setblock.cli.common import JsonOption, app, out, print_json
+from setblock.cli.common import JsonOption, app, err, out, print_json
 
 if TYPE_CHECKING:
     from setblock.roofline import Dimensions
@@ -202,12 +202,13 @@ def plan(
     rate_of = dict(zip(sizes, rates, strict=True))
     given = planning.Assumptions(rate_of, acceptance, prompt_length, dispatch_s)
     found: dict[str, Any] = {"model": model_name, **planning.describe(given, machine)}
-    found["choices"] = [
-        line for rows in batches for line in planning.choices(dimensions, machine, rows, given)
-    ]
-    found["largest_batches"] = planning.largest_batches(dimensions, machine, given)
-    if latency is not None:
-        found["right_size"] = planning.right_size(machine, batches[0], given, latency)
+    with err.status("block sizes, branches and batches are weighed"):
+        found["choices"] = [
+            line for rows in batches for line in planning.choices(dimensions, machine, rows, given)
+        ]
+        found["largest_batches"] = planning.largest_batches(dimensions, machine, given)
+        if latency is not None:
+            found["right_size"] = planning.right_size(machine, batches[0], given, latency)
     if forwards:
         found["forwards"] = planning.beside_measured(dimensions, machine, forwards, dispatch_s)
     if as_json:
