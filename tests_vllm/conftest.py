@@ -101,7 +101,10 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
         if key not in running:
             stop()
             config = transformers.AutoConfig.from_pretrained(folder(kind))
-            overrides = {"architectures": [f"SetBlock{config.architectures[0]}"]}
+            overrides: dict[str, Any] = {
+                "architectures": [f"SetBlock{config.architectures[0]}"],
+                "setblock": {"adaptive": "scheduler_cls" in settings},
+            }
             given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
             running[key] = LLM(
                 model=str(folder(kind)),

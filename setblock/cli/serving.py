@@ -94,6 +94,14 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Engine vllm: the key that requests must bring.")
     ] = None,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive",
+            help="Engine vllm: blocks as wide as pays under the load at hand, down to one token. "
+            "Mode verified says the same as ever; what mode sbd says then depends on the load.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
@@ -113,11 +121,11 @@ def serve(
         more += ["--api-key", api_key] if api_key else []
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
-        program = command(model_name, settings, allow_untrained, more)
+        program = command(model_name, settings, allow_untrained, more, adaptive)
         os.execv(program[0], program)  # does not come back
         return
-    if api_key or words:
-        name = "--api-key" if api_key else " ".join(words or ())
+    if api_key or words or adaptive:
+        name = "--api-key" if api_key else "--adaptive" if adaptive else " ".join(words or ())
         raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")
     try:
         import uvicorn

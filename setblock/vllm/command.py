@@ -21,12 +21,14 @@ def command(
     settings: dict[str, Any],
     allow_untrained: bool = False,
     more: Sequence[str] = (),
+    adaptive: bool = False,
 ) -> list[str]:
     """What to run. vLLM reads the checkpoint itself, so that only whole ones will do.
 
     settings: mode, solver, block_size, mask_token_id and dtype, where the checkpoint's own shall
     not hold.
     more: words for vLLM's own command line.
+    adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
     """
     if find_spec("vllm") is None:
@@ -61,6 +63,7 @@ def command(
         )
     parse(own.get("solver", "entropy:0.1"))
     size = own.get("block_size", BLOCK_SIZE)
+    served = {key: own[key] for key in ("mode", "solver") if key in own}
     words = {
         "--served-model-name": name,
         "--dtype": own.get("dtype", "auto"),
@@ -70,9 +73,11 @@ def command(
                 "architectures": [f"{PREFIX}{architecture}"],
                 "canvas_length": size,
                 "mask_token_id": mask,
-                "setblock": {key: own[key] for key in ("mode", "solver") if key in own},
+                "setblock": served | ({"adaptive": True} if adaptive else {}),
             }
         ),
     }
+    if adaptive:
+        words["--scheduler-cls"] = "setblock.vllm.adaptive.scheduler"
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
     return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]

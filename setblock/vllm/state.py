@@ -32,9 +32,12 @@ class BlockState(ModelState):
     """What vLLM's runner asks about its requests; tensors are [slots of the runner, ...].
 
     block       tokens of the block at hand, the mask token where nothing is revealed
-    causal      whether the request's next forward is causal: a prompt's chunk, or a commit
+    prompted    whether the prompt is encoded, so that the next forward is one of the block
     stops       end tokens, -1 for none
     limit       the first position that may not be generated
+    causal      of the step's requests, by their place: whether its forward is causal
+    adaptive: blocks may be cut as the load demands; then their first token is the next-token one,
+    so that a block of one token is next-token decoding.
     """
 
     num_new_sampled_tokens_per_step = 0
@@ -46,6 +49,7 @@ class BlockState(ModelState):
         if vllm_config.lora_config is not None:
             raise ValueError("set block decoding on vLLM takes no adapters: merge them first")
         self.defaults = settings_of(self.model_config)
+        self.adaptive: bool = self.defaults.get("adaptive", False)
         self.canvas: int = vllm_config.diffusion_config.canvas_length
         mask = self.defaults.get("mask_token_id", None)
         mask = getattr(self.model_config.hf_config, "mask_token_id", mask)
@@ -57,10 +61,10 @@ class BlockState(ModelState):
         self.mask_token_id: int = mask
         count = self.max_num_reqs
         self.block = torch.full((count, self.canvas), mask, dtype=torch.int64, device=device)
-        self.causal = torch.ones(count, dtype=torch.int32, device=device)
+        self.prompted = torch.zeros(count, dtype=torch.bool, device=device)
         self.stops = torch.full((count, MOST_STOPS), -1, dtype=torch.int64, device=device)
         self.limit = torch.zeros(count, dtype=torch.int64, device=device)
-        self.flags = torch.zeros(count, dtype=torch.int32, device=device)  # of the step's forward
+        self.causal = torch.zeros(count, dtype=torch.int32, device=device)
         self.asked: dict[int, Asked] = {}
         self.slots: dict[str, int] = {}
 
@@ -73,7 +77,7 @@ class BlockState(ModelState):
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A new request, or one that comes back after it was preempted."""
         self.slots[new_req_data.req_id] = req_index
-        self.causal[req_index] = 1
+        self.prompted[req_index] = False
         params = new_req_data.sampling_params
         self.asked[req_index] = asked(params, self.defaults, self.canvas)
         prompt = len(new_req_data.prompt_token_ids)
@@ -100,9 +104,18 @@ class BlockState(ModelState):
         self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, slot_mappings: Any,
         attn_groups: Any, kv_cache_config: Any, for_capture: bool = False, ubatch_idx: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
-        """vLLM's attention metadata, each request causal or not."""
+        """vLLM's attention metadata, each request causal or not: a prompt's chunk and a commit are.
+
+        A block is committed by a forward in which nothing of it is open.
+        """
         count = input_batch.num_reqs
-        self.flags[:count] = self.causal[input_batch.idx_mapping]
+        slots = input_batch.idx_mapping[:count].long()
+        widths = torch.from_numpy(input_batch.num_scheduled_tokens[:count]).to(self.device)
+        first = input_batch.positions[input_batch.query_start_loc[:count].long()].long()
+        offset = torch.arange(self.canvas, device=self.device)
+        open_slots = self.open_slots(self.block[slots], slots, first)
+        open_slots &= offset < widths[:, None]
+        self.causal[:count] = (~self.prompted[slots] | ~open_slots.any(dim=1)).int()
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=count,
@@ -115,8 +128,18 @@ class BlockState(ModelState):
             block_tables=block_tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
-            causal=self.flags[:count],
+            causal=self.causal[:count],
         )
+
+    def open_slots(self, block: Tensor, slots: Tensor, first: Tensor) -> Tensor:
+        """Which tokens of these blocks, the first of each at `first`, are still to be revealed."""
+        position = first[:, None] + torch.arange(block.shape[1], device=self.device)
+        masked = (block == self.mask_token_id) & (position < self.limit[slots][:, None])
+        return masked & (self.ends(block, slots).long().cumsum(dim=1) == 0)
+
+    def ends(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Which of these tokens end their request."""
+        return (tokens[..., None] == self.stops[slots][:, None]).any(dim=-1)
 
 
 class BlockSampler:
@@ -151,6 +174,7 @@ class BlockSampler:
             # positions is as short as they are.
             room = state.max_model_len - input_batch.num_computed_tokens_np[places]
             whole = num_logits[places] == np.minimum(how.block_size, room)
+            whole |= state.adaptive
             for width in np.unique(num_logits[places][whole]):
                 some = np.array(places)[whole & (num_logits[places] == width)]
                 self._move_on(how, int(width), some, logits, input_batch, sampled, num_sampled)
@@ -170,14 +194,15 @@ class BlockSampler:
         known = np.array([slot in state.asked for slot in slots], dtype=bool)
         whole = known & (ends >= input_batch.prefill_len_np[places])
         places, slots, ends = places[whole], slots[whole], ends[whole]
-        groups: dict[tuple[bool, Any, int], list[int]] = {}
+        groups: dict[tuple[bool, Any], list[int]] = {}
         for index, slot in enumerate(slots):
             how = state.asked[slot]
-            groups.setdefault((how.verified, how.sampler, how.block_size), []).append(index)
-        for (verified, sampler, width), some in groups.items():
+            groups.setdefault((how.verified or state.adaptive, how.sampler), []).append(index)
+        for (seeded, sampler), some in groups.items():
             rows = torch.from_numpy(slots[some].astype(np.int64)).to(state.device)
+            state.prompted[rows] = True
             first = torch.full_like(rows, state.mask_token_id)
-            if verified:
+            if seeded:
                 last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
                 hidden = state.model.last_hidden[torch.from_numpy(last).to(state.device)]
                 logits = self._clean(state.model.compute_logits(hidden))
@@ -185,7 +210,7 @@ class BlockSampler:
                 noise = ROW.to(state.device).expand(len(rows))
                 first = sampler.pick(logits[:, None], noise, position[:, None].to(state.device))
                 first = first[:, 0]
-            self._keep(rows, *self._new_blocks(rows, first, width))
+            self._keep(rows, self._new_blocks(first))
 
     def _move_on(
         self, how: Asked, width: int, places: np.ndarray, logits: Tensor, input_batch: Any,
@@ -202,56 +227,47 @@ class BlockSampler:
         starts = input_batch.positions[input_batch.query_start_loc[places_on].long()].long()
         position = starts[:, None] + offset
         block = state.block[slots, :width]
-        causal = state.causal[slots].bool()
+        causal = state.causal[places_on].bool()
         rows = ROW.to(logits.device).expand(len(places))
-        # A slot of a block predicts itself; a committed token, in verified decoding, the next one.
-        shift = (causal & how.verified).long()[:, None]
-        chosen = how.sampler.pick(scores, rows, position + shift)
-
-        masked = block == state.mask_token_id
-        open_slots = masked & (position < state.limit[slots][:, None])
-        open_slots &= self._ends(block, slots).long().cumsum(dim=1) == 0
-        reveal = how.solver.reveal(scores, open_slots) & open_slots & ~causal[:, None]
-        drafted = torch.where(reveal, chosen, block)
-        left = open_slots & ~reveal & (self._ends(drafted, slots).long().cumsum(dim=1) == 0)
+        # A slot of a block predicts itself, the last committed token the one behind it; in verified
+        # decoding every committed one does.
+        seeded = how.verified or state.adaptive
+        chosen = how.sampler.pick(scores, rows, position + (causal & seeded).long()[:, None])
+        open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
+        if width > 1 or not seeded:
+            reveal = how.solver.reveal(scores, open_slots) & open_slots
+            drafted = torch.where(reveal, chosen, block)
+        else:  # the one token is known
+            drafted = block
 
         if how.verified:
-            agree = (chosen[:, :-1] == block[:, 1:]) & ~masked[:, 1:]
+            known = block[:, 1:] != state.mask_token_id
+            agree = (chosen[:, :-1] == block[:, 1:]) & known
             emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
-            first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
         else:
             emitted = torch.full_like(slots, width)
+        if seeded:
+            first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
+        else:
             first = torch.full_like(slots, state.mask_token_id)
         num_sampled[places_on] = torch.where(causal, emitted, 0).int()
         sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
         # A committed block makes room for the next; another goes on, or to its commit.
-        fresh, ready = self._new_blocks(slots, first, width)
-        self._keep(
-            slots,
-            torch.where(causal[:, None], fresh, drafted),
-            torch.where(causal, ready, ~left.any(dim=1)),
-        )
+        blocks = self._new_blocks(first)
+        blocks[:, :width] = torch.where(causal[:, None], blocks[:, :width], drafted)
+        self._keep(slots, blocks)
 
-    def _new_blocks(self, slots: Tensor, first: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """(blocks of masks but for the first token where it is known, whether they are complete).
-
-        Nothing is to be revealed in a block of one known token, or behind an end.
-        """
-        blocks = torch.full_like(first, self.state.mask_token_id)[:, None].repeat(1, width)
+    def _new_blocks(self, first: Tensor) -> Tensor:
+        """Blocks of masks but for the first token where it is known."""
+        blocks = torch.full_like(first, self.state.mask_token_id)[:, None]
+        blocks = blocks.repeat(1, self.state.canvas)
         blocks[:, 0] = first
-        known = first != self.state.mask_token_id
-        return blocks, known & (self._ends(first[:, None], slots)[:, 0] | (width == 1))
+        return blocks
 
-    def _keep(self, slots: Tensor, blocks: Tensor, complete: Tensor) -> None:
-        """Make these the blocks of the next forwards; a complete one is committed by it."""
-        width, drafts = blocks.shape[1], self.req_states.draft_tokens
-        self.state.block[slots, :width] = blocks
-        self.state.causal[slots] = complete.int()
-        drafts[slots, :width] = blocks.to(drafts.dtype)
-
-    def _ends(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Which of these tokens end their request."""
-        return (tokens[..., None] == self.state.stops[slots][:, None]).any(dim=-1)
+    def _keep(self, slots: Tensor, blocks: Tensor) -> None:
+        """Make these the blocks of the next forwards."""
+        self.state.block[slots] = blocks
+        self.req_states.draft_tokens[slots] = blocks.to(self.req_states.draft_tokens.dtype)
 
     def _clean(self, logits: Tensor) -> Tensor:
         """In float32, the mask token's own at -inf: it is never said."""

@@ -1,0 +1,96 @@
+"""The choice of a block's width under load, against servers made up: a clock and a yield each."""
+
+import pytest
+
+from setblock.vllm.adaptive import STEPS, TRIALS, Widths
+
+WIDTHS = (1, 4, 8, 16)
+
+
+class Server:
+    """So many requests running: seconds and tokens of a step, by width."""
+
+    def __init__(self, seconds: dict[int, float], tokens: dict[int, float], running: int) -> None:
+        self.seconds, self.tokens, self.running = seconds, tokens, running
+        self.now = self.owed = 0.0
+        self.used: list[int] = []
+
+    def best(self) -> float:
+        return max(self.tokens[width] / self.seconds[width] for width in WIDTHS)
+
+    def run(self, widths: Widths, steps: int) -> float:
+        """Tokens a second over these steps."""
+        begin, total = self.now, 0
+        for _ in range(steps):
+            width = widths.choose(self.running)
+            self.used.append(width)
+            self.now += self.seconds[width]
+            self.owed += self.tokens[width] * self.running
+            total += int(self.owed)
+            widths.count(int(self.owed))
+            self.owed -= int(self.owed)
+        return total / (self.now - begin)
+
+
+YIELDS = {1: 1.0, 4: 1.8, 8: 2.5, 16: 3.0}
+LIGHT = {1: 0.010, 4: 0.0105, 8: 0.011, 16: 0.012}  # a step costs about the same at every width
+HEAVY = {1: 0.010, 4: 0.030, 8: 0.055, 16: 0.110}  # it costs what its tokens cost
+MIDDLE = {1: 0.010, 4: 0.011, 8: 0.022, 16: 0.044}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"), [(LIGHT, 16), (HEAVY, 1), (MIDDLE, 4), ({**LIGHT, 16: 1.0}, 8)]
+)
+def test_the_quickest_width_is_found_and_kept(seconds, best):
+    server = Server(seconds, YIELDS, 6)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    server.run(widths, 40 * STEPS)
+    assert server.used[0] == 16
+    rate = server.run(widths, 500 * STEPS)
+    assert max(set(server.used[-300 * STEPS :]), key=server.used.count) == best
+    # What trials lose, and what their first steps lose, that are not judged.
+    assert rate >= server.best() * server.running * (1 - 2 * TRIALS)
+
+
+def test_loads_are_told_apart():
+    light, heavy = Server(LIGHT, YIELDS, 1), Server(HEAVY, YIELDS, 40)
+    now = [0.0]
+    widths = Widths(WIDTHS, clock=lambda: now[0])
+    for _ in range(60):
+        for server in (light, heavy):
+            server.now = now[0]
+            before = len(server.used)
+            while len(server.used) < before + 3 * STEPS:
+                server.run(widths, 1)
+                now[0] = server.now
+    assert max(set(light.used[-900:]), key=light.used[-900:].count) == 16
+    assert max(set(heavy.used[-900:]), key=heavy.used[-900:].count) == 1
+
+
+def test_a_change_is_noticed():
+    server = Server(LIGHT, YIELDS, 6)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    server.run(widths, 100 * STEPS)
+    server.seconds = HEAVY
+    server.run(widths, 400 * STEPS)
+    assert set(server.used[-STEPS:]) == {1}
+
+
+def test_idle_times_do_not_count():
+    server = Server(LIGHT, YIELDS, 1)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    for _ in range(50):
+        server.run(widths, 2 * STEPS)
+        server.running = 0
+        widths.choose(0)
+        server.now += 1000
+        widths.choose(0)
+        server.running = 1
+    rates = {width: one.rate for (load, width), one in widths.seen.items() if load == 1}
+    for width, rate in rates.items():
+        assert rate == pytest.approx(YIELDS[width] / LIGHT[width], rel=0.2)
+
+
+def test_one_width_is_no_choice():
+    widths = Widths((1,))
+    assert {widths.choose(running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {1}
