@@ -4,17 +4,21 @@
     python examples/serve_load.py --url http://127.0.0.1:8000/v1 --out runs/load.json
 
 Every mode answers the same problems of the bundled model at every concurrency, in turns; ratios are
-to mode "ntp" of the same round. A share of the requests is left in the middle, as clients do.
+to mode "ntp" of the same round. A share of the requests is left in the middle, as clients do. What
+vLLM's own counters say before and after stands beside.
 """
 
 import asyncio
 import itertools
+import re
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
+import psutil
 import typer
 from openai import AsyncOpenAI
 from rich.console import Console
@@ -82,6 +86,38 @@ async def round_of(
     return time.perf_counter() - begin, list(answers)
 
 
+COUNTERS = {
+    "forwards": "vllm:diffusion_num_denoising_steps_total",
+    "committed": "vllm:diffusion_num_committed_tokens_total",
+    "running": "vllm:num_requests_running",
+    "cache_share": "vllm:kv_cache_usage_perc",
+}
+
+
+def counted(url: str, server_pid: int | None) -> dict[str, float]:
+    """vLLM's counters, if the server has any, and the memory of its processes."""
+    page = httpx.get(url.removesuffix("/v1") + "/metrics")
+    found: dict[str, float] = {}
+    for name, theirs in COUNTERS.items() if page.is_success else ():
+        values = re.findall(rf"^{theirs}{{.*}} (\S+)$", page.text, re.MULTILINE)
+        found[name] = sum(map(float, values))
+    if server_pid is not None:
+        server = psutil.Process(server_pid)
+        every = [server, *server.children(recursive=True)]
+        found["rss_bytes"] = sum(one.memory_info().rss for one in every)
+    return found
+
+
+def at_rest(url: str, server_pid: int | None) -> dict[str, float]:
+    """The counters once nothing runs: what was left in the middle ends a moment later."""
+    for _ in range(100):
+        found = counted(url, server_pid)
+        if not found.get("running"):
+            return found
+        time.sleep(0.1)
+    return found
+
+
 def line_of(seconds: float, answers: list[Answer]) -> dict[str, Any]:
     """What a round comes to."""
     whole = [one for one in answers if not one.left]
@@ -103,6 +139,10 @@ def _at(values: list[float], share: float) -> float | None:
     return values[min(int(share * len(values)), len(values) - 1)] if values else None
 
 
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 async def measure(
     url: str,
     model: str,
@@ -112,6 +152,7 @@ async def measure(
     repeats: int,
     leave_every: int,
     extra: bool,
+    server_pid: int | None,
 ) -> list[dict[str, Any]]:
     """A line for each mode and concurrency: medians over the rounds, the first left out."""
     each = -(-requests // len(nano.FAMILIES))
@@ -126,7 +167,13 @@ async def measure(
                     own = {"vllm_xargs": {"mode": mode}} if extra else {"mode": mode}
                     every = leave_every if repeat else 0
                     asked = questions if repeat else questions[: 2 * size]
+                    before = at_rest(url, server_pid)
                     line = line_of(*await round_of(client, model, asked, size, own, every))
+                    after = at_rest(url, server_pid)
+                    line |= {"before": before, "after": after, "tokens_per_forward": None}
+                    if steps := after.get("forwards", 0) - before.get("forwards", 0):
+                        tokens = after["committed"] - before["committed"]
+                        line["tokens_per_forward"] = tokens / steps
                     if repeat:
                         found[mode].append(line)
             for mode, rounds in found.items():
@@ -165,6 +212,9 @@ def main(
     transformers: Annotated[
         bool, typer.Option("--transformers", help="The server is transformers', not vLLM's.")
     ] = False,
+    server_pid: Annotated[
+        int | None, typer.Option(help="The server's process, whose memory is watched.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
     """Ask a server under every mode and concurrency."""
@@ -172,19 +222,21 @@ def main(
     record["results"] = asyncio.run(
         measure(
             url, model, mode or ["ntp", "sbd", "verified"], concurrency or [1, 4, 16, 64],
-            requests, repeats, leave_every, not transformers,
+            requests, repeats, leave_every, not transformers, server_pid,
         )
     )  # fmt: skip
     if out is not None:
         records.save_record(record, out)
-    shown = Table(title=f"{model} at {url}")
-    for name in ("mode", "at once", "tokens/s", "against the first", "first text s", "lost"):
+    shown = Table(title=f"{model} at {url}; ratios to the first mode")
+    names = ("tokens/s", "ratio", "per forward", "first text s", "lost")
+    for name in ("mode", "at once", *names):
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for line in record["results"]:
         middle, last = line["first_text_s"]
         shown.add_row(
             line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
-            f"{line['throughput_ratio']:.2f}x", f"{middle:.3f}, {last:.3f}", str(line["lost"]),
+            f"{line['throughput_ratio']:.2f}x", _rate(line["tokens_per_forward"]),
+            f"{middle:.3f}, {last:.3f}", str(line["lost"]),
         )  # fmt: skip
     Console().print(shown)
 

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint, driven by OpenAI's own client over a real socket."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -453,16 +454,18 @@ def test_the_load_example(address, tmp_path):
     words = ["--url", f"{address}/v1", "--model", "nano", "--mode", "ntp", "--mode", "verified"]
     words += ["--concurrency", "2", "--requests", "6", "--repeats", "1", "--leave-every", "3"]
     words += ["--transformers", "--out", str(tmp_path / "load.json")]
+    words += ["--server-pid", str(os.getpid())]
     done = subprocess.run(
         [sys.executable, str(script), *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "against the first" in done.stdout
+    assert "per forward" in done.stdout
     lines = json.loads((tmp_path / "load.json").read_text())["results"]
     assert [(one["mode"], one["concurrency"]) for one in lines] == [("ntp", 2), ("verified", 2)]
     for line in lines:
         assert (line["requests"], line["left"], line["lost"]) == (6, 2, 0)
         assert line["tokens"] > 40
+        assert line["after"]["rss_bytes"] > 1e6
         assert line["first_text_s"][0] <= line["first_text_s"][1]
     assert lines[0]["throughput_ratio"] == 1
     assert lines[0]["tokens"] == lines[1]["tokens"], "verified says what ntp says"
@@ -509,6 +512,8 @@ def test_the_command_serves_until_it_is_told_to_stop(trained):
         (["--allow-untrained", "--mask-token-id", "99999"], "mask token 99999"),
         (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
         (["--api-key", "secret"], "--api-key is for engine vllm"),
+        (["--adaptive"], "--adaptive is for engine vllm"),
+        (["--fused"], "--fused is for engine vllm"),
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),

@@ -39,7 +39,9 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran):
         "mask_token_id": 3,
         "setblock": {"mode": "sbd", "solver": "prefix:0.99"},
     }
+    assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
+    assert "--no-async-scheduling" not in words
     assert "--api-key" not in words
 
 
@@ -48,7 +50,7 @@ def test_every_option(run, ran, checkpoint):
     result = run(
         *("serve", folder, "--engine", "vllm", "--allow-untrained", "--mask-token-id", "9"),
         *("--mode", "verified", "--solver", "fixed:2", "--block-size", "8", "--dtype", "bfloat16"),
-        *("--host", "0.0.0.0", "--port", "81", "--api-key", "secret"),
+        *("--host", "0.0.0.0", "--port", "81", "--api-key", "secret", "--adaptive", "--fused"),
         *("--", "--max-num-seqs", "4"),
     )
     assert result.err == ""
@@ -60,7 +62,10 @@ def test_every_option(run, ran, checkpoint):
     overrides = json.loads(after(words, "--hf-overrides"))
     assert overrides["architectures"] == ["SetBlockQwen3ForCausalLM"]
     assert (overrides["canvas_length"], overrides["mask_token_id"]) == (8, 9)
-    assert overrides["setblock"] == {"mode": "verified", "solver": "fixed:2"}
+    served = {"mode": "verified", "solver": "fixed:2", "adaptive": True, "fused": True}
+    assert overrides["setblock"] == served
+    assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}  # two blocks
+    assert "--no-async-scheduling" in words
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,12 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
             config = transformers.AutoConfig.from_pretrained(folder(kind))
             overrides: dict[str, Any] = {
                 "architectures": [f"SetBlock{config.architectures[0]}"],
-                "setblock": {"adaptive": "scheduler_cls" in settings},
+                "setblock": {name: name in settings for name in ("adaptive", "fused")},
             }
+            fused = settings.pop("fused", False)
+            settings.pop("adaptive", None)
+            if fused:
+                settings["async_scheduling"] = False
             given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
             running[key] = LLM(
                 model=str(folder(kind)),
@@ -112,7 +116,8 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
                 enforce_eager=True,
                 disable_log_stats=False,
                 hf_overrides={**overrides, "canvas_length": 16, "mask_token_id": 3},
-                diffusion_config={"canvas_length": 16},
+                diffusion_config={"canvas_length": 32 if fused else 16},
+                scheduler_cls="setblock.vllm.scheduler.scheduler",
                 **{**given, **settings},
             )
         return running[key]

@@ -11,7 +11,7 @@ from setblock.masks import decoding_layout
 from setblock.solvers import parse
 from setblock.vllm.adaptive import Widths
 
-ADAPTIVE: dict[str, Any] = {"scheduler_cls": "setblock.vllm.adaptive.scheduler"}
+ADAPTIVE = {"adaptive": True}
 
 
 @pytest.fixture

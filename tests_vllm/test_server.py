@@ -85,6 +85,9 @@ def test_answers_are_the_references(client, model, mode):
             return "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
 
         streamed = list(pool.map(pieces, QUESTIONS))
+    counts = [one.model_extra["metrics"]["speculative_decoding"] for one in whole]
+    forwards = sum(one["num_spec_steps"] for one in counts)
+    assert (forwards >= sum(one.num_tokens for one in expected)) == (mode == "ntp")
     for answer, text, one in zip(whole, streamed, expected, strict=True):
         assert answer.choices[0].message.content == text == one.text
         reason = "length" if one.finish_reason == "length" else "stop"

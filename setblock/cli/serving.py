@@ -102,6 +102,14 @@ def serve(
             "Mode verified says the same as ever; what mode sbd says then depends on the load.",
         ),
     ] = False,
+    fused: Annotated[
+        bool,
+        typer.Option(
+            "--fused",
+            help="Engine vllm: the forward that commits a block begins the next one. Needs vLLM's "
+            "synchronous scheduler.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
@@ -121,11 +129,12 @@ def serve(
         more += ["--api-key", api_key] if api_key else []
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
-        program = command(model_name, settings, allow_untrained, more, adaptive)
+        program = command(model_name, settings, allow_untrained, more, adaptive, fused)
         os.execv(program[0], program)  # does not come back
         return
-    if api_key or words or adaptive:
-        name = "--api-key" if api_key else "--adaptive" if adaptive else " ".join(words or ())
+    theirs = {"--api-key": api_key, "--adaptive": adaptive, "--fused": fused}
+    theirs[" ".join(words or ())] = words
+    if name := next((name for name, value in theirs.items() if value), None):
         raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")
     try:
         import uvicorn

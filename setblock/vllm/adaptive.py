@@ -2,14 +2,13 @@
 
 A forward of many requests is bound by arithmetic, and drafts that cost nothing to one request cost
 throughput to all. `Widths` watches how many tokens a second come out at each width and load, keeps
-to the best, and tries the others so rarely that all trials together lose at most TRIALS of the time.
-`scheduler` puts it into vLLM's own schedulers.
+to the best, and tries the others so rarely that all trials together lose at most TRIALS of the
+time. `scheduler` asks it at every step.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 STEPS = 16  # of a window, over which a width is judged
 SETTLE = 4  # steps behind a change of width that are not judged: blocks begin without any token
@@ -96,34 +95,3 @@ class Widths:
         best = max(found, key=lambda width: found[width].rate)
         due = [width for width, one in found.items() if width != best and one.due <= now]
         return min(due, key=lambda width: found[width].due) if due else best
-
-
-def scheduler(**given: Any) -> Any:
-    """vLLM's scheduler of diffusion models, with blocks as wide as `Widths` has them."""
-    from vllm.v1.core.sched import diffusion_scheduler as theirs  # type: ignore
-
-    config = given["vllm_config"].scheduler_config
-    base = theirs.DiffusionAsyncScheduler if config.async_scheduling else theirs.DiffusionScheduler
-    return type("AdaptiveScheduler", (Adaptive, base), {})(**given)
-
-
-class Adaptive:
-    """In front of a scheduler of vLLM's: cuts what it would schedule of each block."""
-
-    num_spec_tokens: int
-    running: list[Any]
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        widest = self.num_spec_tokens
-        self.widths = Widths(sorted({1, max(widest // 4, 1), max(widest // 2, 1), widest}))
-
-    def schedule(self, *words: Any, **given: Any) -> Any:
-        width = self.widths.choose(len(self.running))
-        for request in self.running:
-            request.spec_token_ids = request.spec_token_ids[:width]
-        return super().schedule(*words, **given)  # type: ignore[misc]
-
-    def _update_request_with_output(self, request: Any, ids: list[int], **more: Any) -> Any:
-        self.widths.count(len(ids))
-        return super()._update_request_with_output(request, ids, **more)  # type: ignore[misc]

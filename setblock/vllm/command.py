@@ -22,6 +22,7 @@ def command(
     allow_untrained: bool = False,
     more: Sequence[str] = (),
     adaptive: bool = False,
+    fused: bool = False,
 ) -> list[str]:
     """What to run. vLLM reads the checkpoint itself, so that only whole ones will do.
 
@@ -29,6 +30,7 @@ def command(
     not hold.
     more: words for vLLM's own command line.
     adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
+    fused: the forward that commits a block begins the next one.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
     """
     if find_spec("vllm") is None:
@@ -64,20 +66,22 @@ def command(
     parse(own.get("solver", "entropy:0.1"))
     size = own.get("block_size", BLOCK_SIZE)
     served = {key: own[key] for key in ("mode", "solver") if key in own}
+    served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
     words = {
         "--served-model-name": name,
         "--dtype": own.get("dtype", "auto"),
-        "--diffusion-config": json.dumps({"canvas_length": size}),
+        "--diffusion-config": json.dumps({"canvas_length": 2 * size if fused else size}),
+        "--scheduler-cls": "setblock.vllm.scheduler.scheduler",
         "--hf-overrides": json.dumps(
             {
                 "architectures": [f"{PREFIX}{architecture}"],
                 "canvas_length": size,
                 "mask_token_id": mask,
-                "setblock": served | ({"adaptive": True} if adaptive else {}),
+                "setblock": served,
             }
         ),
     }
-    if adaptive:
-        words["--scheduler-cls"] = "setblock.vllm.adaptive.scheduler"
+    if fused:
+        more = ["--no-async-scheduling", *more]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
     return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]

@@ -50,7 +50,8 @@ class BlockState(ModelState):
             raise ValueError("set block decoding on vLLM takes no adapters: merge them first")
         self.defaults = settings_of(self.model_config)
         self.adaptive: bool = self.defaults.get("adaptive", False)
-        self.canvas: int = vllm_config.diffusion_config.canvas_length
+        self.fused: bool = self.defaults.get("fused", False)
+        self.canvas: int = self.model_config.hf_config.canvas_length
         mask = self.defaults.get("mask_token_id", None)
         mask = getattr(self.model_config.hf_config, "mask_token_id", mask)
         if mask is None:
@@ -110,26 +111,74 @@ class BlockState(ModelState):
         """
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping[:count].long()
-        widths = torch.from_numpy(input_batch.num_scheduled_tokens[:count]).to(self.device)
+        widths = np.minimum(input_batch.num_scheduled_tokens[:count], self._sizes(input_batch))
+        widths = torch.from_numpy(widths).to(self.device)
         first = input_batch.positions[input_batch.query_start_loc[:count].long()].long()
         offset = torch.arange(self.canvas, device=self.device)
         open_slots = self.open_slots(self.block[slots], slots, first)
         open_slots &= offset < widths[:, None]
         self.causal[:count] = (~self.prompted[slots] | ~open_slots.any(dim=1)).int()
+        parts = {
+            "num_reqs": count,
+            "query_start_loc_gpu": input_batch.query_start_loc,
+            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np),
+            "max_query_len": int(input_batch.num_scheduled_tokens.max()),
+            "seq_lens": input_batch.seq_lens,
+            "block_tables": block_tables,
+            "causal": self.causal[:count],
+        }
+        if self.fused and (places := np.flatnonzero(self.begins_next(input_batch))).size:
+            parts |= self._in_two(input_batch, places, block_tables)
         return build_attn_metadata(
             attn_groups=attn_groups,
-            num_reqs=count,
             num_tokens=input_batch.num_tokens,
-            query_start_loc_gpu=input_batch.query_start_loc,
-            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np),
-            max_query_len=int(input_batch.num_scheduled_tokens.max()),
-            seq_lens=input_batch.seq_lens,
             max_seq_len=self.max_model_len,
-            block_tables=block_tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
-            causal=self.causal[:count],
+            **parts,
         )
+
+    def begins_next(self, input_batch: Any) -> np.ndarray:
+        """Of each request, whether this forward commits its block and begins the next."""
+        count = input_batch.num_reqs
+        widths = np.diff(input_batch.cu_num_logits_np[: count + 1])
+        return (widths > 1) & (widths == 2 * self._sizes(input_batch))
+
+    def _sizes(self, input_batch: Any) -> np.ndarray:
+        """The block size of each request; 0 of those that vLLM makes up to measure a step."""
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        found = (self.asked[slot].block_size if slot in self.asked else 0 for slot in slots)
+        return np.fromiter(found, dtype=np.int64, count=len(slots))
+
+    def _in_two(self, input_batch: Any, places: np.ndarray, block_tables: Any) -> dict[str, Any]:
+        """The attention's sequences where these requests have two each, on the same cache: their
+        block, causal, and behind it the next one, which is not.
+        """
+        count = input_batch.num_reqs
+        lengths = input_batch.num_scheduled_tokens[:count].astype(np.int64)
+        copies = np.ones(count, dtype=np.int64)
+        copies[places] = 2
+        owner = np.repeat(np.arange(count), copies)
+        ends = np.cumsum(copies) - 1  # the place of each request's last sequence
+        behind = np.zeros(len(owner), dtype=np.int64)  # query tokens of a request behind a sequence
+        behind[ends[places] - 1] = lengths[places] // 2
+        sizes = lengths[owner]
+        sizes[ends[places]] //= 2
+        sizes[ends[places] - 1] //= 2
+        begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        rows = torch.from_numpy(owner).to(self.device)
+        causal = self.causal[:count][rows]
+        causal[torch.from_numpy(ends[places]).to(self.device)] = 0
+        lens = input_batch.seq_lens[rows] - torch.from_numpy(behind).to(self.device)
+        return {
+            "num_reqs": len(owner),
+            "query_start_loc_gpu": torch.from_numpy(begins).to(self.device),
+            "query_start_loc_cpu": torch.from_numpy(begins),
+            "max_query_len": int(sizes.max()),
+            "seq_lens": lens.to(input_batch.seq_lens.dtype),
+            "block_tables": tuple(table[rows] for table in block_tables),
+            "causal": causal,
+        }
 
     def open_slots(self, block: Tensor, slots: Tensor, first: Tensor) -> Tensor:
         """Which tokens of these blocks, the first of each at `first`, are still to be revealed."""
@@ -158,6 +207,7 @@ class BlockSampler:
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Any = None) -> Any:
         state, count = self.state, input_batch.num_reqs
+        input_batch.has_structured_output_reqs |= state.fused  # then the scheduler reads drafts
         num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
         slots = input_batch.idx_mapping_np[:count]
         sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
@@ -165,6 +215,7 @@ class BlockSampler:
         # Rejected are all tokens of a forward that leaves nothing in the cache.
         rejected = torch.from_numpy(num_logits.astype(np.int32)).to(logits.device)
         self._begin(input_batch, np.flatnonzero(num_logits == 0))
+        begins_next = state.begins_next(input_batch) & state.fused
         groups: dict[Asked, list[int]] = {}
         for place in np.flatnonzero(num_logits > 0):
             if slots[place] in state.asked:  # else vLLM measures a step of requests of its own
@@ -173,11 +224,12 @@ class BlockSampler:
             # A block that vLLM's budget cut short is forwarded again; one at the model's last
             # positions is as short as they are.
             room = state.max_model_len - input_batch.num_computed_tokens_np[places]
-            whole = num_logits[places] == np.minimum(how.block_size, room)
-            whole |= state.adaptive
-            for width in np.unique(num_logits[places][whole]):
-                some = np.array(places)[whole & (num_logits[places] == width)]
-                self._move_on(how, int(width), some, logits, input_batch, sampled, num_sampled)
+            widths = np.minimum(num_logits[places], how.block_size)
+            whole = state.adaptive | (widths == np.minimum(how.block_size, room))
+            both = begins_next[places]
+            for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
+                some = np.array(places)[whole & (widths == width) & (both == fused)]
+                self._move_on(how, width, fused, some, logits, input_batch, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=None,
@@ -194,11 +246,12 @@ class BlockSampler:
         known = np.array([slot in state.asked for slot in slots], dtype=bool)
         whole = known & (ends >= input_batch.prefill_len_np[places])
         places, slots, ends = places[whole], slots[whole], ends[whole]
-        groups: dict[tuple[bool, Any], list[int]] = {}
+        groups: dict[tuple[bool, Any, int], list[int]] = {}
         for index, slot in enumerate(slots):
             how = state.asked[slot]
-            groups.setdefault((how.verified or state.adaptive, how.sampler), []).append(index)
-        for (seeded, sampler), some in groups.items():
+            seeded = how.verified or state.adaptive
+            groups.setdefault((seeded, how.sampler, how.block_size), []).append(index)
+        for (seeded, sampler, width), some in groups.items():
             rows = torch.from_numpy(slots[some].astype(np.int64)).to(state.device)
             state.prompted[rows] = True
             first = torch.full_like(rows, state.mask_token_id)
@@ -210,17 +263,21 @@ class BlockSampler:
                 noise = ROW.to(state.device).expand(len(rows))
                 first = sampler.pick(logits[:, None], noise, position[:, None].to(state.device))
                 first = first[:, 0]
-            self._keep(rows, self._new_blocks(first))
+            begins = torch.from_numpy(ends[some].astype(np.int64)).to(state.device)
+            self._keep(rows, self._new_blocks(first), width, begins)
 
     def _move_on(
-        self, how: Asked, width: int, places: np.ndarray, logits: Tensor, input_batch: Any,
-        sampled: Tensor, num_sampled: Tensor,
+        self, how: Asked, width: int, fused: bool, places: np.ndarray, logits: Tensor,
+        input_batch: Any, sampled: Tensor, num_sampled: Tensor,
     ) -> None:  # fmt: skip
-        """Requests that decode alike, all with `width` tokens of their block in this forward."""
+        """Requests that decode alike, all with `width` tokens of their block in this forward.
+
+        fused: and behind them as many of the next block.
+        """
         state = self.state
         begins = input_batch.cu_num_logits_np[places]
-        index = torch.from_numpy(begins[:, None] + np.arange(width)).to(logits.device)
-        scores = self._clean(logits[index])
+        index = torch.from_numpy(begins[:, None] + np.arange(2 * width if fused else width))
+        scores, *ahead = self._clean(logits[index.to(logits.device)]).split(width, dim=1)
         places_on = torch.from_numpy(places.astype(np.int64)).to(logits.device)
         slots = input_batch.idx_mapping[places_on].long()
         offset = torch.arange(width, device=logits.device)
@@ -254,8 +311,13 @@ class BlockSampler:
         sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
         # A committed block makes room for the next; another goes on, or to its commit.
         blocks = self._new_blocks(first)
-        blocks[:, :width] = torch.where(causal[:, None], blocks[:, :width], drafted)
-        self._keep(slots, blocks)
+        fresh = blocks[:, :width]
+        if fused:  # which was begun behind the whole block: another start has another future
+            begun = state.open_slots(fresh, slots, starts + width)
+            begun &= how.solver.reveal(ahead[0], begun) & (emitted == width)[:, None]
+            fresh = torch.where(begun, how.sampler.pick(ahead[0], rows, position + width), fresh)
+        blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
+        self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
 
     def _new_blocks(self, first: Tensor) -> Tensor:
         """Blocks of masks but for the first token where it is known."""
@@ -264,10 +326,28 @@ class BlockSampler:
         blocks[:, 0] = first
         return blocks
 
-    def _keep(self, slots: Tensor, blocks: Tensor) -> None:
-        """Make these the blocks of the next forwards."""
-        self.state.block[slots] = blocks
-        self.req_states.draft_tokens[slots] = blocks.to(self.req_states.draft_tokens.dtype)
+    def _keep(self, slots: Tensor, blocks: Tensor, width: int, first: Tensor) -> None:
+        """Make these the blocks of the next forwards, `width` tokens each, from `first` on.
+
+        Fused, the scheduler reads how many tokens that forward takes: those before the first -1.
+        One that commits a block takes the next one along, if there is to be one and room for it.
+        """
+        state, drafts = self.state, self.req_states.draft_tokens
+        state.block[slots] = blocks
+        if not state.fused:
+            drafts[slots] = blocks.to(drafts.dtype)
+            return
+        block = blocks[:, :width]
+        behind = first + width
+        both = ~state.open_slots(block, slots, first).any(dim=1) & (width > 1)
+        both &= ~state.ends(block, slots).any(dim=1) & (behind < state.limit[slots])
+        both &= behind + width <= state.max_model_len
+        rows = torch.full(
+            (len(slots), drafts.shape[1]), -1, dtype=drafts.dtype, device=state.device
+        )
+        rows[:, :width] = block
+        rows[:, width : 2 * width] = torch.where(both, state.mask_token_id, -1)[:, None]
+        drafts[slots] = rows
 
     def _clean(self, logits: Tensor) -> Tensor:
         """In float32, the mask token's own at -inf: it is never said."""

@@ -1,0 +1,71 @@
+"""vLLM's own schedulers of diffusion models, with what blocks need beyond them."""
+
+from typing import Any
+
+from setblock.vllm.adaptive import Widths
+from setblock.vllm.requests import settings_of
+
+
+def scheduler(**given: Any) -> Any:
+    """The scheduler of a server; vLLM calls this by its name, as it would a class.
+
+    Raises: ValueError if blocks are to be fused with the asynchronous scheduler, which settles a
+    step before the last one has said how wide it must be.
+    """
+    from vllm.v1.core.sched import diffusion_scheduler as theirs  # type: ignore
+
+    config = given["vllm_config"]
+    settings = settings_of(config.model_config)
+    asynchronous = config.scheduler_config.async_scheduling
+    fused = settings.get("fused", False)
+    if fused and asynchronous:
+        raise ValueError("fused blocks need the synchronous scheduler: --no-async-scheduling")
+    base = theirs.DiffusionAsyncScheduler if asynchronous else theirs.DiffusionScheduler
+    made = type("BlockScheduler", (Blocks, base), {})(**given)
+    if settings.get("adaptive", False):
+        widest = made.num_spec_tokens
+        made.widths = Widths(sorted({1, max(widest // 4, 1), max(widest // 2, 1), widest}))
+    made.fused = fused
+    return made
+
+
+class Blocks:
+    """In front of a scheduler of vLLM's.
+
+    widths: chooses how much of each block is scheduled; None is all.
+    fused: the worker says how many tokens each request's next forward takes.
+    """
+
+    running: list[Any]
+    widths: Widths | None = None
+    fused: bool = False
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        # Of speculative decoding by name, and vLLM's configuration allows it there alone; but each
+        # of our steps is one of theirs, and so an answer's own forwards are in its metrics.
+        self.spec_decode_metrics_level = "summary"
+
+    def schedule(self, *words: Any, **given: Any) -> Any:
+        if self.widths is not None:
+            width = self.widths.choose(len(self.running))
+            for request in self.running:
+                request.spec_token_ids = request.spec_token_ids[:width]
+        return super().schedule(*words, **given)  # type: ignore[misc]
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        if not self.fused:
+            super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+            return
+        for request_id, ids in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is not None and not request.is_finished():
+                width = ids.index(-1) if -1 in ids else len(ids)
+                request.spec_token_ids = [] if request.is_prefill_chunk else ids[:width]
+
+    def _update_request_with_output(self, request: Any, ids: list[int], **more: Any) -> Any:
+        if self.widths is not None:
+            self.widths.count(len(ids))
+        return super()._update_request_with_output(request, ids, **more)  # type: ignore[misc]
