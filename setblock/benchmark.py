@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from setblock.cache import PrefixCache
 from setblock.contenders import BASELINE, Contender, Run, now
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
@@ -86,12 +87,15 @@ def compare(
 def forward_costs(
     model: Model, cached: Sequence[int], queries: Sequence[int], batch_size: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Median seconds of one forward of `queries` tokens a row behind `cached` others, and the ratio
-    to one of a single token: the measured counterpart of the paper's table 3.
+    """Seconds of one forward of `queries` tokens a row behind `cached` others, and the ratio to one
+    of a single token: the measured counterpart of the paper's table 3.
 
-    1 is next-token decoding, k a later forward of a block, 2k its first one.
+    1 is next-token decoding, k a later forward of a block, 2k its first one. The widths take turns,
+    so that a machine that slows down slows all of them; a first round warms up. Medians, of the
+    ratio also the least and the most.
     """
     widest = max(queries)
+    widths = sorted({1, *queries})
     for length in cached:
         cache = model.new_cache(batch_size, length + widest)
         if length:
@@ -100,23 +104,25 @@ def forward_costs(
             # One logit is enough of a forward that only fills the cache.
             model.forward(tokens, causal_layout(position), cache, logits_at=position[0, -1:])
             cache.keep(torch.full((batch_size,), length))
-        seconds: dict[int, float] = {}
-        for count in sorted({1, *queries}):
+
+        def forward(count: int, cache: PrefixCache = cache, length: int = length) -> float:
             position = torch.arange(length, length + count, device=model.device)
             start = torch.full((batch_size,), length + count // 2, device=model.device)
             end = torch.full_like(start, length + count)
             layout = decoding_layout(position.expand(batch_size, -1), start, end)
             tokens = torch.full((batch_size, count), model.mask_token_id, device=model.device)
-            times = []
-            for _ in range(repeats + 1):
-                begin = now(model)
-                model.forward(tokens, layout, cache)
-                times.append(now(model) - begin)
-            seconds[count] = statistics.median(times[1:])
+            begin = now(model)
+            model.forward(tokens, layout, cache)
+            return now(model) - begin
+
+        rounds = [{count: forward(count) for count in widths} for _ in range(repeats + 1)][1:]
+        for count in widths:
+            ratios = [one[count] / one[1] for one in rounds]
             yield {
                 "batch_size": batch_size,
                 "cached": length,
                 "queries": count,
-                "seconds": seconds[count],
-                "ratio": seconds[count] / seconds[1],
+                "seconds": statistics.median(one[count] for one in rounds),
+                "ratio": statistics.median(ratios),
+                "ratio_range": (min(ratios), max(ratios)),
             }

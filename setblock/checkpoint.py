@@ -1,5 +1,6 @@
 """What a checkpoint says of itself to us: the "setblock" entry of its generation_config.json."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,3 +79,21 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
 
 def any_of(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def fingerprint(name: str, settings: bool = True) -> str | None:
+    """Tells the files of a model on this machine from what they were; None for a hub name.
+
+    settings: count a change of its generation_config.json too.
+    """
+    place = Path(BUNDLED.get(name, name))
+    if not place.exists():
+        return None
+    kinds = (".safetensors", ".bin", ".gguf", ".json")
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    facts = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+        if file.suffix in kinds and (settings or file.name != "generation_config.json")
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

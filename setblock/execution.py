@@ -43,16 +43,22 @@ def main():
     denied = ("socket.", "subprocess.", "ctypes.", "shutil.", "sqlite3.", "os.exec", "os.fork",
               "os.posix_spawn", "os.spawn", "os.system", "os.remove", "os.rename", "os.rmdir",
               "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill",
-              "os.putenv", "signal.")
+              "os.putenv", "os.utime", "os.setxattr", "os.removexattr", "signal.")
+    # Modules below those that tell: loaded already, or ways around what was taken out of them.
+    below = ("posix", "_posixsubprocess", "_imp", "_ctypes", "_socket", "_sqlite3")
 
     def guard(event, words, end=os._exit):
         if event.startswith(denied) or (event == "open" and words[2] & writing):
+            end(3)
+        if event == "import" and words[0] in below:
             end(3)
 
     for name in ("mkfifo", "mknod", "writev", "pwrite", "pwritev", "sendfile"):  # no event tells
         for module in (os, posix):
             if hasattr(module, name):
                 delattr(module, name)
+    for name in below:
+        sys.modules.pop(name, None)
     sys.addaudithook(guard)
     nonce = job.pop("nonce", None)
     scope = {"__name__": "answer"}

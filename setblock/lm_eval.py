@@ -67,6 +67,10 @@ class SetBlockLM(BASE):
             raise ValueError(
                 f"model argument {unknown[0]} is not one of {', '.join((*own, *OTHERS))}"
             )
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            # lm-eval's own default, which its command hands over as if it had been asked for.
+            print(f"no CUDA here for device {device}: the CPU is used", file=sys.stderr)
+            device = None
         self.decoding = cast(Options, decoding)
         self.loaded = load(pretrained, dtype=dtype, device=device, mask_token_id=mask_token_id)
         # Bad values are refused before the first task.
@@ -152,4 +156,7 @@ register_model("setblock")(SetBlockLM)
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ValueError as error:  # of a model argument, or a model that can't be used
+        sys.exit(f"error: {error}")

@@ -1,5 +1,7 @@
 """Records of measurements: where they come from, and the samples behind them, safe on disk."""
 
+import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -7,10 +9,11 @@ import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -46,15 +49,15 @@ class Journal:
     def __init__(
         self, request: dict[str, Any], path: Path | None, resume: bool | None = False
     ) -> None:
-        """Raises: ValueError for a record that is there and not to go on with, or the reverse.
-
-        No other command may write to the record until this process ends.
+        """Raises: ValueError for a record that is there and not to go on with, or the reverse, or
+        that another command is writing.
         """
         self.path = path
         self.record = new_record()
         results = self.record.pop("results")
         self.record |= {"request": request, "results": results}
         self._samples: dict[int, list[dict[str, Any]]] = {}
+        self._lock = None if path is None else _locked(path)  # until this process ends
         if resume:
             if path is None:
                 raise ValueError("resume: no record to go on with: it needs --out FILE")
@@ -140,6 +143,21 @@ class Journal:
                 )
             seen.add(key)
             self._samples.setdefault(key[0], []).append(sample)
+
+
+def _locked(path: Path) -> TextIO:
+    """A file, in the folder for temporary ones, that no other process has while this one has it.
+
+    Raises: ValueError if one has.
+    """
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    file = (Path(tempfile.gettempdir()) / f"setblock-{os.getuid()}-{digest}.lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"another command is writing to {path}") from None
+    return file
 
 
 def _difference(old: Any, new: Any) -> str:

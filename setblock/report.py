@@ -13,6 +13,7 @@ from typing import Any
 
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
+from setblock.scores import Sample, compare
 
 KINDS = (
     "the records of `setblock evaluate`, `benchmark` and `tune` (--out), and what `setblock demo "
@@ -70,6 +71,7 @@ class Measured:
     tunings: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     accepted: list[tuple[dict[str, Any], list[float]]] = field(default_factory=list)
+    samples: list[tuple[Path, dict[str, Any], list[Sample]]] = field(default_factory=list)
 
 
 def read(paths: Sequence[Path]) -> Measured:
@@ -82,6 +84,7 @@ def read(paths: Sequence[Path]) -> Measured:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if "answers" in record:
+                _ = record["answers"][0]
                 found.answers += [_replayed(one) for one in record["answers"]]
                 continue
             origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
@@ -99,7 +102,7 @@ def read(paths: Sequence[Path]) -> Measured:
                     if wrong := _out_of_range(line):
                         raise OutOfRange(f"{path}: results[{run}].{wrong}")
                     found.scores.append(line)
-                    _accepted(found, path, run, line)
+                    _read_samples(found, path, run, line)
             for one in record.get("comparisons", []):
                 _ = (
                     [one[name] for name in COMPARISON],
@@ -112,6 +115,7 @@ def read(paths: Sequence[Path]) -> Measured:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
+    _pair_up(found)
     _name_models(found)
     return found
 
@@ -150,33 +154,58 @@ def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: answer[name] for name in names}
 
 
-def _accepted(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
-    """Read the samples beside a record and add the shares of a verified line."""
-    samples = path.with_suffix(".samples.jsonl")
-    settings = line.get("settings", {})
-    always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
-    if line["mode"] != "verified" or not always or not samples.is_file():
-        return
-    lengths: Counter[int] = Counter()
-    for row in samples.read_text(encoding="utf-8").split("\n"):
+def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
+    """Read the samples beside a record, and what they say of a line."""
+    file = path.with_suffix(".samples.jsonl")
+    samples = []
+    for row in file.read_text(encoding="utf-8").split("\n") if file.is_file() else ():
         try:
             sample = json.loads(row)
         except ValueError:
             continue  # cut short by a kill
-        if sample["run"] == run and sample.get("reveal_step"):
-            counts = list(Counter(sample["reveal_step"]).values())
+        if sample.pop("run") == run:
+            samples.append(Sample.from_json(sample))
+    if len(samples) == line["n"]:
+        found.samples.append((path, line, samples))
+    settings = line.get("settings", {})
+    always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
+    if line["mode"] == "verified" and always and (shares := _accepted(samples)):
+        found.accepted.append((line, shares))
+
+
+def _accepted(samples: Sequence[Sample]) -> list[float]:
+    """See `Measured`; of samples that say which forward revealed what."""
+    lengths: Counter[int] = Counter()
+    for sample in samples:
+        if sample.reveal_step:
+            counts = list(Counter(sample.reveal_step).values())
             lengths.update(counts[1:-1])  # the prompt's forward has no draft, the last is cut
     shares, most = [], max(lengths, default=1)
     for drafted in range(1, most):
         tried = sum(count for length, count in lengths.items() if length >= drafted)
         shares.append(sum(n for length, n in lengths.items() if length > drafted) / tried)
-    if shares:
-        found.accepted.append((line, shares))
+    return shares
+
+
+def _pair_up(found: Measured) -> None:
+    """Compare the first line on some problems with those of other records on the same ones."""
+    firsts: dict[Any, tuple[Path, dict[str, Any], list[Sample]]] = {}
+    for path, line, samples in found.samples:
+        place = [line.get(name) for name in ("task", "data_sha256", "split", "held_out", "shots")]
+        problems = (*place, frozenset(one.index for one in samples))
+        first = firsts.setdefault(problems, (path, line, samples))
+        if first[0] != path:
+            found.comparisons.append(compare(first[1], line, (first[2], samples)))
 
 
 def name_of(line: dict[str, Any]) -> str:
     """Model and decoding of a line in a few words."""
-    return " ".join(filter(None, (line["model"], line["mode"], line["solver"])))
+    words, settings = [line["model"], line["mode"], line["solver"]], line.get("settings") or {}
+    if line["mode"] != "ntp" and settings.get("block_size"):
+        words.append(f"k={settings['block_size']}")
+    if line["mode"] == "verified" and settings.get("draft") == "branches":
+        words.append(f"{settings.get('branches') or 'all'}+{settings.get('seeds', 0)}")
+    return " ".join(filter(None, words))
 
 
 def tables(found: Measured) -> list[Shown]:

@@ -40,7 +40,7 @@ class Sample:
     def from_json(cls, values: dict[str, Any]) -> "Sample":
         """The sample of a line of a file."""
         names = ("token_ids", "reveal_step")
-        return cls(**{**values, **{name: tuple(values[name]) for name in names}})
+        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in names}})
 
 
 @dataclass
@@ -130,12 +130,12 @@ def compare(
     answers = [[one[index] for index in sorted(right[0])] for one in right]
     same = {one.index: one.token_ids for one in samples[0]}
     judged = first["score"] is not None
-    names = ("model", "mode", "solver")
+    names = ("model", "mode", "solver", "settings")
     return {
         "task": first["task"],
         "n": len(answers[0]),
-        "first": {name: first[name] for name in names},
-        "second": {name: second[name] for name in names},
+        "first": {name: first.get(name) for name in names},
+        "second": {name: second.get(name) for name in names},
         "only_first": sum(a and not b for a, b in zip(*answers, strict=True)) if judged else None,
         "only_second": sum(b and not a for a, b in zip(*answers, strict=True)) if judged else None,
         "p_value": mcnemar(*answers) if judged else None,

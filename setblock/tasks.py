@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
             item = task.read(row, number)
             if not isinstance(item.prompt, str) or not item.prompt.strip():
                 raise ValueError(f"the question must be a text, got {item.prompt!r}")
+            item.prompt.encode()  # half of a surrogate pair is no text
             items.append(item)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             wrong = f"no field {error}" if isinstance(error, KeyError) else str(error)
@@ -142,25 +144,44 @@ def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
 # Numbers
 
 
-def final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Fraction | None:
     """The number that an answer ends in.
 
-    That behind the last "####", else the last \\\\boxed one, else behind the last "answer is" or
-    "Answer:", else the last number of the text; None if there is none.
+    That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
+    "Answer:", else the last number of the text; None if there is none. Behind such a mark it is the
+    first one, of an equation the first behind the last "=".
     """
-    for pattern in (r"####\s*([^\n#]*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer(?: is|:)\s*([^\n]*)"):
-        said = re.findall(pattern, text)
-        if said and (numbers := _numbers(said[-1])):
-            return numbers[0]
+    text = re.sub(r"\{,\}|\\[,!;: ]", ",", text)  # LaTeX's ways of parting thousands
+    marked = [re.findall(r"####\s*([^\n#]*)", text), _boxed(text)]
+    marked.append(re.findall(r"(?i)answer(?: is|:)\s*([^\n]*)", text))
+    for said in marked:
+        if said:
+            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", said[-1].rpartition("=")[2])
+            if numbers := _numbers(line) or _numbers(said[-1]):
+                return numbers[0]
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
 
 
-def _numbers(text: str) -> list[Decimal]:
+def _boxed(text: str) -> list[str]:
+    """What stands in each \\boxed, braces within it included."""
+    found = []
+    for match in re.finditer(r"\\boxed\{", text):
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if not depth:
+            found.append(text[match.end() : end - 1])
+    return found
+
+
+def _numbers(text: str) -> list[Fraction]:
     digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
     power = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
-    found = re.findall(rf"(?:(?<![\w.])[-\u2212])?(?:{digits}){power}", text)
-    return [Decimal(one.replace(",", "").replace("\u2212", "-")) for one in found]
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("\u2212", "-"))
+    found = re.findall(rf"((?:(?<![\w.])-)?(?:{digits}){power})(?:/([1-9]\d*)(?![\w/.]))?", text)
+    return [Fraction(over.replace(",", "")) / int(under or 1) for over, under in found]
 
 
 def _same_number(item: Item, text: str) -> bool:
@@ -185,13 +206,14 @@ def _svamp(row: Mapping[str, Any], number: int) -> Item:
     except InvalidOperation:
         raise ValueError(f"the answer {row['Answer']!r} is no number") from None
     shown = target.to_integral_value() if target == target.to_integral_value() else target
-    return Item(str(row.get("ID", number)), question, f"#### {shown}", target)
+    return Item(str(row.get("ID", number)), question, f"#### {shown}", Fraction(target))
 
 
 def _math(row: Mapping[str, Any], number: int) -> Item:
-    if "\\boxed" not in row["solution"]:
+    if not (boxed := _boxed(row["solution"])):
         raise ValueError("the solution has no \\boxed answer")
-    return Item(str(row.get("idx", number)), row["problem"], row["solution"], row["solution"])
+    target = f"\\boxed{{{boxed[-1]}}}"
+    return Item(str(row.get("idx", number)), row["problem"], row["solution"], target)
 
 
 def _same_expression(item: Item, text: str) -> bool:
@@ -200,6 +222,8 @@ def _same_expression(item: Item, text: str) -> bool:
         from math_verify import parse, verify
     except ImportError as error:
         raise ImportError('task math needs math-verify: pip install "setblock[eval]"') from error
+    if boxed := _boxed(text):
+        text = f"\\boxed{{{boxed[-1]}}}"  # of several, which it would take together
     return bool(verify(parse(item.target), parse(text)))
 
 
@@ -231,8 +255,10 @@ def _runs(item: Item, text: str) -> bool:
 
 
 def _mbpp(row: Mapping[str, Any], number: int) -> Item:
-    if not isinstance(row["test_list"], list):
+    if not isinstance(row["test_list"], list) or not row["test_list"]:
         raise ValueError(f"test_list must be a list of texts, got {row['test_list']!r}")
+    if not isinstance(row.get("test_setup_code", ""), str):
+        raise ValueError(f"test_setup_code must be a text, got {row['test_setup_code']!r}")
     tests = "\n".join(row["test_list"])
     target = {"setup": row.get("test_setup_code", ""), "tests": tests}
     prompt = f"{row['text']}\nIt must pass these tests:\n{tests}"
@@ -267,7 +293,7 @@ TASKS = {
             stop=QUESTION,
         ),
         Task(
-            *("math", 1, _math),
+            *("math", 2, _math),
             chat="{prompt}\n\nSolve it step by step. Put the final answer into \\boxed{{}}.",
             plain="Problem: {prompt}\nSolution:",
             check=_same_expression,

@@ -158,4 +158,7 @@ def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
         (0, 1, 1), (0, 4, 4), (0, 8, 8), (8, 1, 9), (8, 4, 12), (8, 8, 16)
     ]  # fmt: skip
     assert lines[-1]["ratio"] == 16 / 9
+    assert lines[-1]["ratio_range"] == (16 / 9, 16 / 9)
+    widths = [width for _, held, width in seen if held == 8]
+    assert widths == [1, 4, 8] * 4, "they take turns"
     assert seen.count((2, 8, 4)) == 4, "one to warm up, three to time"

@@ -61,6 +61,11 @@ def test_what_the_code_prints_is_ignored() -> None:
         "import posix\nposix.mknod('left')",
         "import os\nos._exit = lambda code: None\nopen('left', 'w')",
         "import __main__\n__main__.end = lambda code: None\nopen('left', 'w')",
+        "import _posixsubprocess",
+        "import sys\nsys.modules.pop('posix', None)\nimport posix\nposix.mkfifo('left')",
+        "import _imp",
+        "import socket",
+        "import os\nos.utime('.', (0, 0))",
     ],
 )
 def test_files_processes_and_the_network_count_as_wrong(code: str, tmp_path, monkeypatch) -> None:

@@ -178,8 +178,6 @@ def test_command(folder, tasks):
         str(tasks),
         "--batch_size",
         "2",
-        "--device",
-        "cpu",
     ]
     out = tasks / "out"
     done = subprocess.run(
@@ -193,6 +191,18 @@ def test_command(folder, tasks):
     [record] = [json.loads(file.read_text()) for file in out.rglob("results*.json")]
     assert record["results"]["echo"]["exact_match,none"] == 1
     assert record["config"]["setblock"]["nfe"] > 0
+    assert torch.cuda.is_available() or "no CUDA here for device cuda" in done.stderr
+    words[words.index(arguments)] = f"pretrained={folder},modee=x"
+    wrong = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1].startswith("error: model argument modee is not one of")
+    assert "Traceback" not in wrong.stderr
 
 
 def test_without_lm_eval_it_says_what_to_install(tmp_path):

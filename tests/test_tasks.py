@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import json
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,19 @@ def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
         ("between 10-12", "12"),
         ("it is .5", "0.5"),
         ("5.", "5"),
+        ("The answer is 5 x 3 = 15", "15"),
+        ("#### 2 + 3 = 5", "5"),
+        ("#### 10 000", "10000"),
+        ("so \\boxed{1{,}234}", "1234"),
+        ("\\boxed{1\\,234}", "1234"),
+        ("\\boxed{\\text{about }{12}}", "12"),
+        ("\\boxed{5", "5"),
+        ("#### 1/2", "0.5"),
+        ("\\boxed{\\frac{1}{2}}", "0.5"),
+        ("on 1/2/2024 it was 7", "7"),
+        ("it is 1/0", "0"),
+        ("The answer is x = ", None),
+        ("#### 7 = x", "7"),
         ("1.50 dollars", "1.5"),
         ("12%", "12"),
         ("about 1e3", "1000"),
@@ -92,7 +105,7 @@ def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
     ],
 )
 def test_the_number_that_an_answer_ends_in(text, number) -> None:
-    assert final_number(text) == (None if number is None else Decimal(number))
+    assert final_number(text) == (None if number is None else Fraction(number))
 
 
 def test_numbers_are_compared_by_value() -> None:
@@ -100,14 +113,23 @@ def test_numbers_are_compared_by_value() -> None:
     assert right("gsm8k", "It makes $1205")
     assert not right("gsm8k", "#### 205")
     assert not right("gsm8k", "#### 12055")
-    assert final_number("#### \u22123") == Decimal(-3)
-    assert final_number("#### 5 #### 6") == Decimal(6)
+    assert final_number("#### \u22123") == Fraction(-3)
+    assert final_number("#### 5 #### 6") == Fraction(6)
     assert right("svamp", "#### 5.0")
     assert item("svamp").prompt == "Dave has 3, How many?"
     assert item("gsm8k").answer == "2 + 3 = 5\nSo $1,205.\n#### 1,205"
 
 
-@pytest.mark.parametrize("text", ["$\\frac{6}{8}$", "0.75", "so \\boxed{3/4}", "\\boxed{0.75}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$\\frac{6}{8}$",
+        "0.75",
+        "so \\boxed{3/4}",
+        "\\boxed{0.75}",
+        "First \\boxed{3}. Then \\boxed{\\frac{3}{4}}.",
+    ],
+)
 def test_expressions_are_compared_by_value(text) -> None:
     assert right("math", text)
 
@@ -222,6 +244,18 @@ def test_files_of_every_kind(tmp_path) -> None:
             json.dumps(ROWS["humaneval"] | {"entry_point": "f("}),
             "entry_point must be a function's name, got 'f\\('",
         ),
+        (
+            "mbpp",
+            '{"task_id": 1, "text": "t", "code": "c", "test_list": []}',
+            r"test_list must be a list of texts, got \[\]",
+        ),
+        (
+            "mbpp",
+            json.dumps(ROWS["mbpp"] | {"test_setup_code": 5}),
+            "test_setup_code must be a text, got 5",
+        ),
+        ("math", json.dumps(ROWS["math"] | {"solution": "\\boxed{"}), "has no .boxed answer"),
+        ("gsm8k", json.dumps({"question": "\ud800", "answer": "#### 1"}), "row 1: not of task"),
         ("mbpp", "[1, 2]", "row 1: not of task mbpp"),
     ],
 )

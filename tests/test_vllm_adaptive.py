@@ -22,7 +22,7 @@ class Server:
         """Tokens a second over these steps."""
         begin, total = self.now, 0
         for _ in range(steps):
-            width = widths.choose(self.running)
+            width = widths.choose(self.running, self.running)
             self.used.append(width)
             self.now += self.seconds[width]
             self.owed += self.tokens[width] * self.running
@@ -82,15 +82,37 @@ def test_idle_times_do_not_count():
     for _ in range(50):
         server.run(widths, 2 * STEPS)
         server.running = 0
-        widths.choose(0)
+        widths.choose(0, 0)
         server.now += 1000
-        widths.choose(0)
+        widths.choose(0, 0)
         server.running = 1
-    rates = {width: one.rate for (load, width), one in widths.seen.items() if load == 1}
-    for width, rate in rates.items():
-        assert rate == pytest.approx(YIELDS[width] / LIGHT[width], rel=0.2)
+    for width, one in widths.loads[1, 1].yields.items():
+        assert one.rate == pytest.approx(YIELDS[width] / LIGHT[width], rel=0.2)
+
+
+def test_requests_shorter_than_a_window_are_judged_together():
+    server = Server(HEAVY, YIELDS, 1)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    for _ in range(300):
+        server.run(widths, STEPS // 2)
+        widths.choose(0, 0)
+        server.now += 5
+    assert max(set(server.used[-900:]), key=server.used[-900:].count) == 1
+
+
+def test_next_token_requests_say_nothing_of_drafts():
+    server = Server(LIGHT, YIELDS, 4)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    server.run(widths, 100 * STEPS)
+    for _ in range(100 * STEPS):  # one token a step, whatever the width
+        assert widths.choose(4, 0) == 16
+        server.now += HEAVY[16]
+        widths.count(4)
+    before = len(server.used)
+    server.run(widths, 10 * STEPS)
+    assert max(set(server.used[before:]), key=server.used[before:].count) == 16
 
 
 def test_one_width_is_no_choice():
     widths = Widths((1,))
-    assert {widths.choose(running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {1}
+    assert {widths.choose(running, running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {1}

@@ -17,7 +17,7 @@ ADAPTIVE = {"adaptive": True}
 @pytest.fixture
 def width(monkeypatch):
     """width(choose): the widths of the steps, in place of what was measured."""
-    return lambda choose: monkeypatch.setattr(Widths, "choose", lambda self, running: choose())
+    return lambda choose: monkeypatch.setattr(Widths, "choose", lambda self, *load: choose())
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama"])

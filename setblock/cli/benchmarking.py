@@ -98,6 +98,10 @@ def benchmark(
     for name, values in numbers.items():
         if min(values, default=1) < 1:
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    if max(numbers["batch-size"]) > limit:
+        raise ValueError(
+            f"--batch-size {max(numbers['batch-size'])} takes more prompts than --limit {limit}"
+        )
     if max_new_tokens < 2:
         raise ValueError("--max-new-tokens must be at least 2: the first is the prompt's forward's")
     if min(cached or [0]) < 0:

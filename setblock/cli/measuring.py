@@ -125,6 +125,7 @@ def evaluate(
     """
     from setblock import evaluate as evaluation
     from setblock import nano
+    from setblock.checkpoint import fingerprint
     from setblock.generation import settings_for
     from setblock.live import progress_bar
     from setblock.records import Journal
@@ -133,6 +134,7 @@ def evaluate(
 
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
+    models["weights"] = [fingerprint(name) for name in model_names]
     given = {
         "mode": mode,
         "solver": solver,

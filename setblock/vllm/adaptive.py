@@ -18,10 +18,7 @@ MEMORY = 0.8  # weight of the windows before, at each new one
 
 @dataclass
 class Yield:
-    """What a width has yielded at a load; the sums fade with each window.
-
-    due: when it may be tried again.
-    """
+    """What a width has yielded; the sums fade with each window. due: when it may be tried again."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -29,69 +26,90 @@ class Yield:
 
     @property
     def rate(self) -> float:
-        """Tokens a second; infinite before the first window, so that each is tried once."""
-        return self.tokens / self.seconds if self.seconds else float("inf")
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Load:
+    """The widths under one load, and the window of the one at hand.
+
+    steps: below 0 while a change of width settles.
+    """
+
+    yields: dict[int, Yield]
+    width: int = 0
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    spent: float = 0.0  # seconds, the steps that settle included
+
+    def note(self, tokens: int, seconds: float, now: float) -> None:
+        """A step at this width."""
+        self.steps += 1
+        self.spent += seconds
+        if self.steps <= 0:
+            return
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.steps < STEPS:
+            return
+        found = self.yields[self.width]
+        found.tokens = MEMORY * found.tokens + self.tokens
+        found.seconds = MEMORY * found.seconds + self.seconds
+        best = max(one.rate for one in self.yields.values() if one.seconds)
+        # A width about as good as the best one is not tried all the time either.
+        lost = self.spent * max(1 - found.rate / best, 0.1) if best else 0.0
+        found.due = now + lost * (len(self.yields) - 1) / TRIALS
+        self.steps, self.tokens, self.seconds, self.spent = 0, 0, 0.0, 0.0
+
+    def choose(self, now: float) -> int:
+        """The width of the next step: in a window's first one the best, or one to try."""
+        if self.steps == 0:
+            width = self._best(now)
+            if self.width not in (0, width):
+                self.steps = -SETTLE
+            self.width = width
+        return self.width
+
+    def _best(self, now: float) -> int:
+        untried = [width for width, one in self.yields.items() if not one.seconds]
+        if untried:
+            return max(untried)
+        best = max(self.yields, key=lambda width: self.yields[width].rate)
+        due = [width for width, one in self.yields.items() if width != best and one.due <= now]
+        return min(due, key=lambda width: self.yields[width].due) if due else best
 
 
 @dataclass
 class Widths:
-    """Chooses a width for every step. Loads are told apart by powers of two.
+    """Chooses a width for every step, under each load for itself.
 
-    widths: to choose from; the widest is tried first.
+    widths: to choose from; the widest is tried first. Loads are told apart by powers of two, of the
+    requests that run and of those among them that draft at all.
     """
 
     widths: Sequence[int]
     clock: Callable[[], float] = time.perf_counter
-    seen: dict[tuple[int, int], Yield] = field(default_factory=dict)
-    _load: int = 0
-    _width: int = 0
-    _steps: int = 0  # of the window at hand, below 0 while a change of width settles
-    _tokens: int = 0
+    loads: dict[tuple[int, int], Load] = field(default_factory=dict)
+    _current: Load | None = None  # of the step under way; None where nothing is to be chosen
     _begin: float = 0.0
+    _tokens: int = 0
 
-    def choose(self, running: int) -> int:
+    def choose(self, running: int, drafting: int) -> int:
         """The width of the next step, with so many requests running."""
-        now, load = self.clock(), running.bit_length()
-        if load != self._load or not self._width:
-            # What a window of two loads, or one with an idle time in it, yielded says nothing.
-            self._load = load
-            self._open(self._best(load, now), now)
-            return self._width
-        self._steps += 1
-        if self._steps <= 0:
-            self._tokens, self._begin = 0, now
-        elif self._steps == STEPS:
-            self._judge(now)
-            self._open(self._best(load, now), now)
-        return self._width
+        now = self.clock()
+        if self._current is not None:
+            self._current.note(self._tokens, now - self._begin, now)
+        self._begin, self._tokens, self._current = now, 0, None
+        if not drafting:
+            return max(self.widths)
+        key = running.bit_length(), drafting.bit_length()
+        if key not in self.loads:
+            self.loads[key] = Load({width: Yield() for width in self.widths})
+        self._current = self.loads[key]
+        return self._current.choose(now)
 
     def count(self, tokens: int) -> None:
         """Tokens that came out."""
         self._tokens += tokens
-
-    def _open(self, width: int, now: float) -> None:
-        self._steps = 0 if width == self._width else -SETTLE
-        self._width, self._tokens, self._begin = width, 0, now
-
-    def _yield(self, load: int, width: int) -> Yield:
-        return self.seen.setdefault((load, width), Yield())
-
-    def _judge(self, now: float) -> None:
-        """The window's yield, and when this width may be tried again if another is better."""
-        seconds = now - self._begin
-        found = self._yield(self._load, self._width)
-        found.tokens = MEMORY * found.tokens + self._tokens
-        found.seconds = MEMORY * found.seconds + seconds
-        best = max(one.rate for (load, _), one in self.seen.items() if load == self._load)
-        lost = seconds * max(1 - found.rate / best, 0.1)
-        found.due = now + lost * (len(self.widths) - 1) / TRIALS
-
-    def _best(self, load: int, now: float) -> int:
-        """The width with the highest rate, but for those whose trial is due."""
-        found = {width: self._yield(load, width) for width in sorted(self.widths, reverse=True)}
-        for width, one in found.items():
-            if not one.seconds:
-                return width
-        best = max(found, key=lambda width: found[width].rate)
-        due = [width for width, one in found.items() if width != best and one.due <= now]
-        return min(due, key=lambda width: found[width].due) if due else best

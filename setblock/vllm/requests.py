@@ -58,6 +58,11 @@ def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
     return Asked(mode != "sbd", parse(solver), 1 if mode == "ntp" else size, sampler)
 
 
+def width_of(params: Any, served: int) -> int:
+    """The block size of a request that was accepted; `served`, the server's, of any other."""
+    return int((getattr(params, "extra_args", None) or {}).get(WIDTH, served))
+
+
 def ends_of(params: Any) -> set[int]:
     """The tokens that end a request: the model's and its own."""
     ends = set() if params.ignore_eos else set(params.all_stop_token_ids)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from setblock.vllm.adaptive import Widths
-from setblock.vllm.requests import settings_of
+from setblock.vllm.requests import settings_of, width_of
 
 
 def scheduler(**given: Any) -> Any:
@@ -37,6 +37,7 @@ class Blocks:
     """
 
     running: list[Any]
+    num_spec_tokens: int
     widths: Widths | None = None
     fused: bool = False
 
@@ -48,7 +49,10 @@ class Blocks:
 
     def schedule(self, *words: Any, **given: Any) -> Any:
         if self.widths is not None:
-            width = self.widths.choose(len(self.running))
+            own = [
+                width_of(request.sampling_params, self.num_spec_tokens) for request in self.running
+            ]
+            width = self.widths.choose(len(own), sum(one > 1 for one in own))
             for request in self.running:
                 request.spec_token_ids = request.spec_token_ids[:width]
         return super().schedule(*words, **given)  # type: ignore[misc]
