@@ -5,6 +5,9 @@ noisy tokens begin, and a mask embedding that only the input side reads. Clean t
 base's own weights, so that its next-token logits stay what they were, bit for bit.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,14 +69,60 @@ def attach(
     return adapted
 
 
+@dataclass
+class Gate:
+    """Which tokens of the forward under way are noisy, [batch, length, 1]; None: none of them."""
+
+    noisy: torch.Tensor | None = None
+
+
+class GatedLinear(torch.nn.Module):
+    """A linear layer with a low-rank addition for the tokens that its gate names.
+
+    What peft's own layer computes, without its work for each row and layer of a forward; clean
+    tokens get what the layer itself says.
+    """
+
+    def __init__(self, layer: Any, gate: Gate, adapter: str) -> None:
+        super().__init__()
+        self.base, self.gate, self.scaling = layer.base_layer, gate, layer.scaling[adapter]
+        self.down, self.up = layer.lora_A[adapter], layer.lora_B[adapter]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = self.base(hidden)
+        if self.gate.noisy is None:
+            return result
+        more = self.up(self.down(hidden.to(self.down.weight.dtype))) * self.scaling
+        return torch.where(self.gate.noisy, result + more.to(result.dtype), result)
+
+
 def is_gated(network: Any) -> bool:
     """Whether the network carries an adapter that acts on noisy tokens alone."""
+    if getattr(network, "setblock_gate", None) is not None:
+        return True
     configs = getattr(network, "peft_config", {})  # stock networks have none
     return any(config.alora_invocation_tokens is not None for config in configs.values())
 
 
+@contextmanager
+def gated(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
+    """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
+    on, for one that is trained, or for none.
+    """
+    opened: Gate | None = getattr(network, "setblock_gate", None)
+    if opened is None:
+        yield gate(network, layout)
+        return
+    noisy = layout.block != CLEAN
+    opened.noisy = noisy[..., None] if noisy.any() else None
+    try:
+        yield {}
+    finally:
+        opened.noisy = None
+
+
 def gate(network: Any, layout: Layout) -> dict[str, Any]:
-    """What a forward of these tokens must be told: for each row, how many tokens at its end count.
+    """What peft must be told of a forward: for each row, how many tokens at its end count.
 
     They begin with the row's first noisy token: noisy tokens are a suffix, but for padding. Nothing
     for a network without a gated adapter.
@@ -89,10 +138,12 @@ def gate(network: Any, layout: Layout) -> dict[str, Any]:
 def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> Any:
     """The network with the adapter of this folder or hub repository, ready to decode.
 
-    A low-rank adapter is folded into the weights; a gated one stays beside them, its mask embedding
-    put in by a hook (peft would copy the whole embedding in every forward).
+    A low-rank adapter is folded into the weights; a gated one stays beside them, in layers of our
+    own and with its mask embedding put in by a hook: in every forward peft would build masks in
+    every layer, and copy the whole embedding.
     """
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
     adapted: Any = PeftModel.from_pretrained(network, folder)
     if not is_gated(adapted):
@@ -109,7 +160,13 @@ def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> 
     head: Any = network.get_output_embeddings()
     if network.config.tie_word_embeddings:
         network.set_output_embeddings(unwrapped(head))
-    return adapted.requires_grad_(False)
+    adapted.requires_grad_(False)
+    gate = Gate()
+    for name, module in list(network.named_modules()):
+        if isinstance(module, LoraLayer):
+            network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
+    network.setblock_gate = gate  # type: ignore[assignment]
+    return network
 
 
 def unwrapped(embedding: Any) -> Any:

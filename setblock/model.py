@@ -145,15 +145,16 @@ class Model:
         if cache is not None:
             keys = cache.keys_layout(layout)
             cache.stage(layout)
-        output = self.network(
-            input_ids=tokens,
-            position_ids=layout.position,
-            attention_mask=attention_mask(self.network, layout, keys),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=0 if logits_at is None else logits_at,
-            **adapters.gate(self.network, layout),
-        )
+        with adapters.gated(self.network, layout) as told:
+            output = self.network(
+                input_ids=tokens,
+                position_ids=layout.position,
+                attention_mask=attention_mask(self.network, layout, keys),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=0 if logits_at is None else logits_at,
+                **told,
+            )
         logits = output.logits.float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits

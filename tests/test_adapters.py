@@ -9,7 +9,7 @@ from test_train import MASK, config, network, samples, tokenizer
 from test_train import trainer as plain_trainer
 
 from setblock import adapters, objective
-from setblock.masks import causal_layout, decoding_layout
+from setblock.masks import CLEAN, causal_layout, decoding_layout
 from setblock.train import SBDTrainer
 
 pytestmark = [
@@ -118,6 +118,32 @@ def test_gate_is_each_rows_noisy_suffix():
     assert adapters.gate(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
     assert adapters.gate(adapted("lora"), layout) == {}
     assert adapters.gate(network(), layout) == {}
+
+
+def test_what_decodes_computes_what_was_trained(tmp_path):
+    """Layers of our own against peft's: rows of which some, all and no tokens are noisy."""
+    from setblock.model import attention_mask
+
+    net: Any = adapted().eval()
+    net.save_pretrained(tmp_path)
+    ours = adapters.put_on(network().eval(), tmp_path, MASK)
+    assert adapters.is_gated(ours)
+    assert not any("lora" in type(module).__module__ for module in ours.modules() if module)
+    position = torch.arange(6).expand(3, 6)
+    layout = decoding_layout(position, torch.tensor([2, 0, 6]), torch.tensor([6, 6, 6]))
+    noisy = layout.block != CLEAN
+    ids = torch.where(noisy, MASK, torch.arange(5, 11))
+    inputs = {"input_ids": ids, "position_ids": layout.position}
+    inputs["attention_mask"] = attention_mask(network(), layout, layout)
+    with torch.no_grad():
+        plain = network().eval()(**inputs).logits
+        theirs = net(**inputs, **adapters.gate(net, layout)).logits
+        with adapters.gated(ours, layout) as told:
+            found = ours(**inputs, **told).logits
+        assert torch.equal(ours(**inputs).logits[2], plain[2]), "the gate is shut again"
+    assert torch.equal(found[~noisy], plain[~noisy])
+    assert torch.allclose(found, theirs, atol=1e-5)
+    assert not torch.allclose(found[noisy], plain[noisy], atol=1e-2)
 
 
 def test_micro_batches_without_a_mask_cost_nothing(tmp_path):

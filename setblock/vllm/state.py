@@ -66,7 +66,9 @@ class BlockState(ModelState):
         self.stops = torch.full((count, MOST_STOPS), -1, dtype=torch.int64, device=device)
         self.limit = torch.zeros(count, dtype=torch.int64, device=device)
         self.causal = torch.zeros(count, dtype=torch.int32, device=device)
-        self.asked: dict[int, Asked] = {}
+        self.kinds: list[Asked] = []  # of decoding that requests have asked for
+        self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
+        self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
         self.slots: dict[str, int] = {}
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -80,17 +82,27 @@ class BlockState(ModelState):
         self.slots[new_req_data.req_id] = req_index
         self.prompted[req_index] = False
         params = new_req_data.sampling_params
-        self.asked[req_index] = asked(params, self.defaults, self.canvas)
+        how = asked(params, self.defaults, self.canvas)
+        self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
         ends = sorted(ends_of(params))
         row = ends + [-1] * (MOST_STOPS - len(ends))
         self.stops[req_index] = torch.tensor(row, device=self.device)
 
+    def _kind_of(self, how: Asked) -> int:
+        """Its number, which another kind had if no request asks for that one any more."""
+        if how in self.kinds:
+            return self.kinds.index(how)
+        free = set(range(len(self.kinds))) - set(self.kind.tolist())
+        number = min(free, default=len(self.kinds))
+        self.kinds[number : number + 1] = [how]
+        return number
+
     def remove_request(self, req_id: str) -> None:
         slot = self.slots.pop(req_id, None)
         if slot is not None:
-            self.asked.pop(slot, None)
+            self.kind[slot], self.size[slot] = -1, 0
 
     def prepare_inputs_embeds(self, *_: Any) -> None:
         return None
@@ -146,9 +158,7 @@ class BlockState(ModelState):
 
     def _sizes(self, input_batch: Any) -> np.ndarray:
         """The block size of each request; 0 of those that vLLM makes up to measure a step."""
-        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
-        found = (self.asked[slot].block_size if slot in self.asked else 0 for slot in slots)
-        return np.fromiter(found, dtype=np.int64, count=len(slots))
+        return self.size[input_batch.idx_mapping_np[: input_batch.num_reqs]]
 
     def _in_two(self, input_batch: Any, places: np.ndarray, block_tables: Any) -> dict[str, Any]:
         """The attention's sequences where these requests have two each, on the same cache: their
@@ -216,11 +226,10 @@ class BlockSampler:
         rejected = torch.from_numpy(num_logits.astype(np.int32)).to(logits.device)
         self._begin(input_batch, np.flatnonzero(num_logits == 0))
         begins_next = state.begins_next(input_batch) & state.fused
-        groups: dict[Asked, list[int]] = {}
-        for place in np.flatnonzero(num_logits > 0):
-            if slots[place] in state.asked:  # else vLLM measures a step of requests of its own
-                groups.setdefault(state.asked[slots[place]], []).append(int(place))
-        for how, places in groups.items():
+        # Without a kind are requests that vLLM makes up to measure a step.
+        kinds = np.where(num_logits > 0, state.kind[slots], -1)
+        for kind in np.unique(kinds[kinds >= 0]):
+            how, places = state.kinds[kind], np.flatnonzero(kinds == kind)
             # A block that vLLM's budget cut short is forwarded again; one at the model's last
             # positions is as short as they are.
             room = state.max_model_len - input_batch.num_computed_tokens_np[places]
@@ -228,7 +237,7 @@ class BlockSampler:
             whole = state.adaptive | (widths == np.minimum(how.block_size, room))
             both = begins_next[places]
             for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
-                some = np.array(places)[whole & (widths == width) & (both == fused)]
+                some = places[whole & (widths == width) & (both == fused)]
                 self._move_on(how, width, fused, some, logits, input_batch, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=sampled,
@@ -243,15 +252,11 @@ class BlockSampler:
         state = self.state
         ends = input_batch.num_computed_tokens_np[places] + input_batch.num_scheduled_tokens[places]
         slots = input_batch.idx_mapping_np[places]
-        known = np.array([slot in state.asked for slot in slots], dtype=bool)
-        whole = known & (ends >= input_batch.prefill_len_np[places])
+        whole = (state.kind[slots] >= 0) & (ends >= input_batch.prefill_len_np[places])
         places, slots, ends = places[whole], slots[whole], ends[whole]
-        groups: dict[tuple[bool, Any, int], list[int]] = {}
-        for index, slot in enumerate(slots):
-            how = state.asked[slot]
-            seeded = how.verified or state.adaptive
-            groups.setdefault((seeded, how.sampler, how.block_size), []).append(index)
-        for (seeded, sampler, width), some in groups.items():
+        for kind in np.unique(state.kind[slots]):
+            how, some = state.kinds[kind], np.flatnonzero(state.kind[slots] == kind)
+            seeded, sampler, width = how.verified or state.adaptive, how.sampler, how.block_size
             rows = torch.from_numpy(slots[some].astype(np.int64)).to(state.device)
             state.prompted[rows] = True
             first = torch.full_like(rows, state.mask_token_id)
