@@ -86,7 +86,9 @@ class GatedLinear(torch.nn.Module):
     def __init__(self, layer: Any, gate: Gate, adapter: str) -> None:
         super().__init__()
         self.base, self.gate, self.scaling = layer.base_layer, gate, layer.scaling[adapter]
-        self.down, self.up = layer.lora_A[adapter], layer.lora_B[adapter]
+        kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
+        kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
+        self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result = self.base(hidden)

@@ -13,7 +13,7 @@ import tempfile
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -57,7 +57,8 @@ class Journal:
         results = self.record.pop("results")
         self.record |= {"request": request, "results": results}
         self._samples: dict[int, list[dict[str, Any]]] = {}
-        self._lock = None if path is None else _locked(path)  # until this process ends
+        if path is not None:
+            _lock(path)
         if resume:
             if path is None:
                 raise ValueError("resume: no record to go on with: it needs --out FILE")
@@ -145,19 +146,20 @@ class Journal:
             self._samples.setdefault(key[0], []).append(sample)
 
 
-def _locked(path: Path) -> TextIO:
-    """A file, in the folder for temporary ones, that no other process has while this one has it.
+def _lock(path: Path) -> None:
+    """Keep other processes from this record until this one ends.
 
-    Raises: ValueError if one has.
+    By a file in the folder for temporary ones, which the system unlocks.
+    Raises: ValueError if another process has it.
     """
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    file = (Path(tempfile.gettempdir()) / f"setblock-{os.getuid()}-{digest}.lock").open("w")
+    name = f"setblock-{os.getuid()}-{digest}.lock"
+    file = os.open(Path(tempfile.gettempdir()) / name, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        file.close()
+        os.close(file)
         raise ValueError(f"another command is writing to {path}") from None
-    return file
 
 
 def _difference(old: Any, new: Any) -> str:

@@ -104,11 +104,9 @@ def read(paths: Sequence[Path]) -> Measured:
                     found.scores.append(line)
                     _read_samples(found, path, run, line)
             for one in record.get("comparisons", []):
-                _ = (
-                    [one[name] for name in COMPARISON],
-                    [one[n]["model"] for n in ("first", "second")],
-                )
-                found.comparisons.append(one)
+                _ = [one[name] for name in COMPARISON]
+                sides = {n: _with_settings(one, n, record["results"]) for n in ("first", "second")}
+                found.comparisons.append({**one, **sides})
             for line in record.get("forwards", []):
                 found.forwards.append({**line, "model": record["results"][0]["model"]})
         except OutOfRange:
@@ -154,6 +152,18 @@ def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: answer[name] for name in names}
 
 
+def _with_settings(
+    one: dict[str, Any], side: str, lines: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """One side of a comparison; its settings from the one line it can be, if it has none."""
+    names = ("model", "mode", "solver")
+    own = {name: one[side][name] for name in names}
+    same = [line for line in lines if line["task"] == one["task"]]
+    same = [line for line in same if own == {name: line[name] for name in names}]
+    found = same[0].get("settings") if len(same) == 1 else None
+    return {"settings": found, **one[side]}
+
+
 def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
     """Read the samples beside a record, and what they say of a line."""
     file = path.with_suffix(".samples.jsonl")
@@ -195,7 +205,9 @@ def _pair_up(found: Measured) -> None:
         problems = (*place, frozenset(one.index for one in samples))
         first = firsts.setdefault(problems, (path, line, samples))
         if first[0] != path:
-            found.comparisons.append(compare(first[1], line, (first[2], samples)))
+            compared = compare(first[1], line, (first[2], samples))
+            # Seconds of different times, perhaps machines, make no ratio.
+            found.comparisons.append({**compared, "wall_clock_ratio": None})
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -225,7 +237,7 @@ def tables(found: Measured) -> list[Shown]:
                 _cell(one["only_second"]),
                 _cell(one["p_value"], ".3g"),
                 f"{one['identical_share']:.1%}",
-                f"{one['wall_clock_ratio']:.2f}x",
+                "" if one["wall_clock_ratio"] is None else f"{one['wall_clock_ratio']:.2f}x",
             )
             for one in found.comparisons
         )

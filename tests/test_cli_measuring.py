@@ -1,6 +1,8 @@
 """The commands that measure: evaluate and benchmark."""
 
 import json
+import os
+import shutil
 from typing import Any
 
 import pytest
@@ -157,6 +159,17 @@ def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
     other = run("evaluate", trained, *words, "--limit", "2", "--out", path, "--resume")
     assert 'made by another request: {"limit": 3}, now {"limit": 2}' in other.error
     assert "no record to go on with" in run("evaluate", trained, *words, "--resume").error
+
+
+def test_a_changed_model_is_another_one(run, trained, tmp_path):
+    folder, path = shutil.copytree(trained, tmp_path / "model"), tmp_path / "record.json"
+    words = ["--task", "lists", "--limit", "2", "--mode", "ntp", *SHORT, "--out", path]
+    assert run("evaluate", folder, *words).code == 0
+    assert run("evaluate", folder, *words, "--resume").code == 0
+    os.utime(folder / "model.safetensors", (0, 0))  # as if other weights were put there
+    assert (
+        'made by another request: {"weights"' in run("evaluate", folder, *words, "--resume").error
+    )
 
 
 def test_evaluate_perplexity(run, trained, checkpoint, tmp_path, monkeypatch):

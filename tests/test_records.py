@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,31 @@ def test_records_that_are_none(tmp_path, content):
     (tmp_path / "record.json").write_text(content)
     with pytest.raises(ValueError, match="is no record of"):
         Journal(REQUEST, tmp_path / "record.json", resume=True)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from setblock.records import Journal
+journal = Journal({"limit": 2}, Path(sys.argv[1]))
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_record_has_one_writer(tmp_path):
+    """From the start on, not only from the first answer; and again once that one is dead."""
+    path = tmp_path / "record.json"
+    words = [sys.executable, "-c", WRITER, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(ValueError, match=r"another command is writing to .*record\.json"):
+            Journal(REQUEST, path)
+        other.kill()
+        other.wait()
+    Journal(REQUEST, path).add(0, {"index": 0})
 
 
 def test_journals_do_not_mix(tmp_path, monkeypatch):

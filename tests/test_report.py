@@ -117,7 +117,7 @@ def test_acceptance_by_offset(folder, tmp_path):
     rows = [json.dumps({"run": 0, **one}) for one in (sample, older)]
     (tmp_path / "some.samples.jsonl").write_text("\n".join([*rows, rows[0][:20]]))
     [(found, shares)] = report.read([tmp_path / "some.json"]).accepted
-    assert report.name_of(found) == f"{folder.name} verified"
+    assert report.name_of(found) == f"{folder.name} verified k=4 4+0"
     assert shares == [
         3 / 4,
         2 / 3,
@@ -169,6 +169,21 @@ def test_numbers_that_no_command_measures(run, records, tmp_path, place, value):
     assert error.startswith(f"{edited}: results[1].{'score' if place == 'interval' else place} ")
     assert str(value) in error
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_are_paired_across_records(run, folder, tmp_path):
+    """The same problems one and two at a time; other problems are left alone."""
+    files = [tmp_path / f"{name}.json" for name in ("one", "two", "other")]
+    for file, size, task in zip(files, ("1", "2", "1"), ("json", "json", "lists"), strict=True):
+        words = ("--task", task, "--limit", "2", "--max-new-tokens", "8", "--batch-size", size)
+        run("evaluate", folder, *words, "--mode", "sbd", "--out", file)
+    found = report.read(files)
+    [pair] = found.comparisons
+    assert (pair["task"], pair["n"], pair["identical_share"]) == ("json", 2, 1.0)
+    assert pair["wall_clock_ratio"] is None
+    assert report.name_of(pair["second"]) == f"{folder.name} sbd entropy:0.1 k=4"
+    text = "\n".join(one.markdown() for one in report.tables(found))
+    assert "json: " + " against ".join([report.name_of(pair["first"])] * 2) in text
 
 
 def test_samples_keep_the_forward_of_each_token(folder):
