@@ -189,6 +189,7 @@ async def measure(
                         "mode": mode, "concurrency": size, "model": model, "task": "load",
                         "throughput_ratio": statistics.median(gains),
                         "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
+                        "after_each_round": [one["after"] for one in rounds],
                     }
                 )  # fmt: skip
                 console.print(f"{mode} at {size}: {middle['tokens_per_second']:.0f} tokens/s")

@@ -466,6 +466,7 @@ def test_the_load_example(address, tmp_path):
         assert (line["requests"], line["left"], line["lost"]) == (6, 2, 0)
         assert line["tokens"] > 40
         assert line["after"]["rss_bytes"] > 1e6
+        assert line["after_each_round"] == [line["after"]]
         assert line["first_text_s"][0] <= line["first_text_s"][1]
     assert lines[0]["throughput_ratio"] == 1
     assert lines[0]["tokens"] == lines[1]["tokens"], "verified says what ntp says"
