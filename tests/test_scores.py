@@ -91,8 +91,8 @@ def test_comparison():
     assert found == {
         "task": "t",
         "n": 4,
-        "first": {"model": "m", "mode": "ntp", "solver": None},
-        "second": {"model": "m", "mode": "sbd", "solver": None},
+        "first": {"model": "m", "mode": "ntp", "solver": None, "settings": None},
+        "second": {"model": "m", "mode": "sbd", "solver": None, "settings": None},
         "only_first": 2,
         "only_second": 0,
         "p_value": 0.5,

@@ -113,12 +113,14 @@ def test_prompts_in_chunks(engine, model):
     agree(served, model("nano"), mixed(model("nano"), 32))
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_requests_that_lose_their_cache(engine, model, asynchronous):
+@pytest.mark.parametrize(
+    "settings", [{"async_scheduling": True}, {"async_scheduling": False}, {"fused": True}]
+)
+def test_requests_that_lose_their_cache(engine, model, settings):
     """So few blocks of keys and values that requests are thrown out and begin again."""
     served = engine(
         "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
-        async_scheduling=asynchronous,
+        **settings,
     )  # fmt: skip
     ids = [one for one in prompts(model("nano"), 40) if len(one) < 90]
     requests = [

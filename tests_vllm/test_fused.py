@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_engine import WAYS, Request, agree, answers, counter, mixed, prompts
+from test_engine import Request, agree, answers, mixed, prompts
 
 from setblock.generation import generate
 
@@ -22,20 +22,6 @@ def test_32_requests_mixed(engine, model, kind, caching):
 def test_prompts_in_chunks_and_blocks_cut_by_the_budget(engine, model):
     served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
     agree(served, model("nano"), mixed(model("nano"), 32))
-
-
-def test_requests_that_lose_their_cache(engine, model):
-    served = engine(
-        "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
-        **FUSED,
-    )  # fmt: skip
-    ids = [one for one in prompts(model("nano"), 40) if len(one) < 90]
-    requests = [
-        Request(one, WAYS[number % len(WAYS)], 100, ignore_eos=True)
-        for number, one in enumerate(ids)
-    ]
-    agree(served, model("nano"), requests)
-    assert counter(served, "vllm:num_preemptions") > 10
 
 
 def test_the_end_of_the_context(engine, model):
