@@ -24,6 +24,7 @@ from setblock.solvers import Solver, entropy
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
+MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {"sbd": ("next_token_seed", "fallback"), "verified": ("draft", "branches", "seeds")}
 
 
@@ -95,6 +96,13 @@ class Settings:
             if getattr(self, name):
                 got = getattr(self, name)
                 raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
+        lengths = self.block_size if self.branches is None else self.branches
+        queries = self.block_size * (1 + min(lengths, self.block_size) * (1 + self.seeds))
+        if self.mode == "verified" and self.draft == "branches" and queries > MOST_QUERIES:
+            raise ValueError(
+                f"seeds, branches and block_size make forwards of {queries} tokens, got "
+                f"{self.seeds}, {self.branches} and {self.block_size}: at most {MOST_QUERIES} tokens"
+            )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
 

@@ -7,10 +7,8 @@ the sampled text does not depend on batch size, batch slot or the order in which
 revealed.
 """
 
-import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,8 +25,10 @@ class Sampler:
 
     def __post_init__(self) -> None:
         t, p, k, seed = self.temperature, self.top_p, self.top_k, self.seed
-        if not _is(t, float, int) or not 0 <= t < float("inf"):
-            raise ValueError(f"temperature must be a finite number >= 0, got {t!r}")
+        if not _is(t, float, int) or not (t == 0 or 1e-45 <= t <= 1e6):  # as float32 has them
+            raise ValueError(
+                f"temperature must be a finite number >= 0: 0, or from 1e-45 to 1e6, got {t!r}"
+            )
         if not _is(p, float, int) or not 0 < p <= 1:
             raise ValueError(f"top_p must be a number in (0, 1], got {p!r}")
         if not _is(k, int) or k < 0:
@@ -41,19 +41,22 @@ class Sampler:
         logits: Float[Tensor, "batch block vocab"],
         rows: Int[Tensor, " batch"],
         position: Int[Tensor, "batch block"],
+        seeds: Int[Tensor, " batch"] | None = None,
     ) -> Int[Tensor, "batch block"]:
         """The token of each slot; ties go to the smaller id.
 
         rows: index of each row in the user's input, not its slot in the batch.
         position: absolute positions in the text, the prompt counted.
+        seeds: one for each row, instead of `seed`.
         """
-        return self.perturbed(logits, rows, position).argmax(dim=-1)
+        return self.perturbed(logits, rows, position, seeds).argmax(dim=-1)
 
     def perturbed(
         self,
         logits: Float[Tensor, "batch block vocab"],
         rows: Int[Tensor, " batch"],
         position: Int[Tensor, "batch block"],
+        seeds: Int[Tensor, " batch"] | None = None,
         truncate: bool = True,
     ) -> Float[Tensor, "batch block vocab"]:
         """What `pick` takes the argmax of: the logits, with the noise of their places if any.
@@ -67,23 +70,43 @@ class Sampler:
         kept = logits / self.temperature
         if truncate:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
-        return kept + self._noise(rows, position, logits)
-
-    def _noise(self, rows: Tensor, position: Tensor, logits: Tensor) -> Tensor:
-        places = zip(rows.tolist(), position.tolist(), strict=True)
-        drawn = [
-            [gumbel(self.seed, row, place, logits.shape[-1]) for place in places_of_row]
-            for row, places_of_row in places
-        ]
-        return torch.from_numpy(np.array(drawn)).to(logits.device)
+        seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
+        return kept + gumbel(seeds, rows, position, logits.shape[-1])
 
 
-@functools.lru_cache(maxsize=512)  # verified decoding asks for a position several times
-def gumbel(seed: int, row: int, position: int, vocab: int) -> np.ndarray:
-    """Standard Gumbel noise of one position, [vocab] float32, the same on every machine."""
-    bits = np.random.Philox(key=seed, counter=[0, 0, position, row])
-    uniform = np.random.Generator(bits).random(vocab)
-    return -np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32)
+def gumbel(
+    seeds: Int[Tensor, " batch"],
+    rows: Int[Tensor, " batch"],
+    position: Int[Tensor, "batch block"],
+    vocab: int,
+) -> Float[Tensor, "batch block vocab"]:
+    """Standard Gumbel noise in float32, fixed by seed, row, position and token.
+
+    The bits are the same on every machine; the logarithms round as each machine has them.
+    """
+    key = _mixed(_mixed(_mixed(seeds) + rows)[:, None] + position)
+    token = torch.arange(1, vocab + 1, device=key.device)
+    bits = _mixed(key[..., None] + token * GOLDEN)
+    # 53 bits in (0, 1), precise near 0, where the large values of the noise come from.
+    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).float().add_(0.5).mul_(2.0**-53)
+    exponential = uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the odd number nearest to 2^64 / golden ratio, signed
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """SplitMix64's finalizer: a permutation of 64-bit numbers that looks random. Source: Steele,
+    Lea and Flood, Fast splittable pseudorandom number generators (2014).
+    """
+
+    def folded(value: Tensor, shift: int) -> Tensor:
+        return (value >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(value)  # unsigned
+
+    value = folded(value, 30).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    value = folded(value, 27).mul_(0x94D049BB133111EB - 2**64)
+    return folded(value, 31)
 
 
 def keep_likeliest(

@@ -136,8 +136,9 @@ class FixedCount:
     n: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"n must be an integer of at least 1, got {self.n!r}")
+        whole = isinstance(self.n, int) and not isinstance(self.n, bool)
+        if not whole or not 1 <= self.n < 2**31:
+            raise ValueError(f"n must be an integer from 1 to {2**31 - 1}, got {self.n!r}")
 
     def __str__(self) -> str:
         return f"fixed:{self.n}"

@@ -348,7 +348,8 @@ ACCEPTED = (
         ("confidence:1.5", "'confidence:1.5' (tau must be a number from 0 to 1, got 1.5)"),
         ("prefix:inf", "'prefix:inf' (tau must be a number from 0 to 1, got inf)"),
         ("factor:-0.1", "'factor:-0.1' (f must be a number from 0 to inf, got -0.1)"),
-        ("fixed:0", "'fixed:0' (n must be an integer of at least 1, got 0)"),
+        ("fixed:0", "'fixed:0' (n must be an integer from 1 to 2147483647, got 0)"),
+        (f"fixed:{2**31}", f"'fixed:{2**31}' (n must be an integer from 1 to 2147483647, got {2**31})"),
         ("fixed:1.5", "'fixed:1.5' (invalid literal for int() with base 10: '1.5')"),
     ],
 )  # fmt: skip
@@ -391,7 +392,7 @@ def test_what_is_no_number_is_refused(value):
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])
 def test_a_bad_count_is_refused(value):
-    message = f"n must be an integer of at least 1, got {value!r}"
+    message = f"n must be an integer from 1 to 2147483647, got {value!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         build(FixedCount, n=value)
 
