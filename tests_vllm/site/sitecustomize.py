@@ -1,5 +1,0 @@
-"""On PYTHONPATH of a server under test: the CPU kernels, before vLLM starts."""
-
-import cpu
-
-cpu.install()
