@@ -139,6 +139,12 @@ def _at(values: list[float], share: float) -> float | None:
     return values[min(int(share * len(values)), len(values) - 1)] if values else None
 
 
+def _ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    """The median ratio of the rounds that have both."""
+    ratios = [one / other for one, other in pairs if one and other]
+    return statistics.median(ratios) if ratios else None
+
+
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -172,23 +178,33 @@ async def measure(
                     after = at_rest(url, server_pid)
                     line |= {"before": before, "after": after, "tokens_per_forward": None}
                     if steps := after.get("forwards", 0) - before.get("forwards", 0):
+                        # Of answers that were left nobody knows how many tokens they had.
                         tokens = after["committed"] - before["committed"]
-                        line["tokens_per_forward"] = tokens / steps
+                        line["tokens_per_forward"] = (
+                            tokens if line["left"] else line["tokens"]
+                        ) / steps
                     if repeat:
                         found[mode].append(line)
             for mode, rounds in found.items():
-                base = found[modes[0]]
+                pairs = list(zip(rounds, found[modes[0]], strict=True))
                 gains = [
-                    one["tokens_per_second"] / other["tokens_per_second"]
-                    for one, other in zip(rounds, base, strict=True)
+                    one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs
                 ]
                 middle = sorted(rounds, key=lambda one: one["tokens_per_second"])[len(rounds) // 2]
                 lost = sum(one["lost"] for one in rounds)
+                waits = {
+                    f"{name}_ratio": [
+                        _ratio([(one[name][at], other[name][at]) for one, other in pairs])
+                        for at in (0, 1)
+                    ]
+                    for name in ("first_text_s", "between_texts_s")
+                }
                 lines.append(
                     {
                         "mode": mode, "concurrency": size, "model": model, "task": "load",
                         "throughput_ratio": statistics.median(gains),
                         "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
+                        **waits,
                         "after_each_round": [one["after"] for one in rounds],
                     }
                 )  # fmt: skip
@@ -229,15 +245,17 @@ def main(
     if out is not None:
         records.save_record(record, out)
     shown = Table(title=f"{model} at {url}; ratios to the first mode")
-    names = ("tokens/s", "ratio", "per forward", "first text s", "lost")
+    names = ("tokens/s", "ratio", "per forward", "first text", "between texts", "lost")
     for name in ("mode", "at once", *names):
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for line in record["results"]:
-        middle, last = line["first_text_s"]
+        waits = [
+            ", ".join(map(_rate, line[f"{name}_s_ratio"])) for name in ("first_text", "between_texts")
+        ]
         shown.add_row(
             line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
             f"{line['throughput_ratio']:.2f}x", _rate(line["tokens_per_forward"]),
-            f"{middle:.3f}, {last:.3f}", str(line["lost"]),
+            *waits, str(line["lost"]),
         )  # fmt: skip
     Console().print(shown)
 

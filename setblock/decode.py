@@ -100,8 +100,8 @@ class Settings:
         queries = self.block_size * (1 + min(lengths, self.block_size) * (1 + self.seeds))
         if self.mode == "verified" and self.draft == "branches" and queries > MOST_QUERIES:
             raise ValueError(
-                f"seeds, branches and block_size make forwards of {queries} tokens, got "
-                f"{self.seeds}, {self.branches} and {self.block_size}: at most {MOST_QUERIES} tokens"
+                f"seeds, branches and block_size make forwards of at most {MOST_QUERIES} tokens, "
+                f"got {self.seeds}, {self.branches} and {self.block_size}: {queries}"
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")

@@ -38,7 +38,10 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["--prompt", "a", "--block-size", "0"], "block_size must be"),
         (["--prompt", "a", "--solver", "best"], "solver must be one of entropy:GAMMA, "),
-        (["--prompt", "a", "--solver", "fixed:0"], "n must be an integer from 1 to 2147483647, got 0"),
+        (
+            ["--prompt", "a", "--solver", "fixed:0"],
+            "n must be an integer from 1 to 2147483647, got 0",
+        ),
         (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be"),
         (["--prompt", "a", "--top-k", "-1"], "top_k must be"),

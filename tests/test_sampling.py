@@ -36,7 +36,11 @@ def build(**fields) -> Sampler:
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
-        ("temperature", [-0.1, math.nan, INF, 1e-50, 1e308, 10**400, "hot", True], "temperature must be a finite number"),
+        (
+            "temperature",
+            [-0.1, math.nan, INF, 1e-50, 1e308, 10**400, "hot", True],
+            "temperature must be a finite number",
+        ),
         ("top_p", [0, 0.0, 1.01, -1, math.nan, "all", True], r"top_p must be a number in \(0, 1\]"),
         ("top_k", [-1, 2.5, "3", True], "top_k must be an integer >= 0"),
         ("seed", [-1, 2**63, 0.5, "1", True], r"seed must be an integer in \[0, 2\*\*63\)"),

@@ -349,7 +349,8 @@ ACCEPTED = (
         ("prefix:inf", "'prefix:inf' (tau must be a number from 0 to 1, got inf)"),
         ("factor:-0.1", "'factor:-0.1' (f must be a number from 0 to inf, got -0.1)"),
         ("fixed:0", "'fixed:0' (n must be an integer from 1 to 2147483647, got 0)"),
-        (f"fixed:{2**31}", f"'fixed:{2**31}' (n must be an integer from 1 to 2147483647, got {2**31})"),
+        ("fixed:2147483648",
+         "'fixed:2147483648' (n must be an integer from 1 to 2147483647, got 2147483648)"),
         ("fixed:1.5", "'fixed:1.5' (invalid literal for int() with base 10: '1.5')"),
     ],
 )  # fmt: skip

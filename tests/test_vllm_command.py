@@ -11,11 +11,22 @@ from setblock.vllm import command
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list[list[str]]:
+def environments() -> list[dict[str, str]]:
+    """Of the programs that ran."""
+    return []
+
+
+@pytest.fixture
+def ran(monkeypatch, environments) -> list[list[str]]:
     """The programs that took this one's place, as if vLLM was installed."""
     programs: list[list[str]] = []
+
+    def execute(path: str, words: list[str], environment: dict[str, str]) -> None:
+        programs.append(words)
+        environments.append(environment)
+
     monkeypatch.setattr(command, "find_spec", lambda name: name)
-    monkeypatch.setattr(os, "execv", lambda path, words: programs.append(words))
+    monkeypatch.setattr(os, "execve", execute)
     monkeypatch.setattr("uvicorn.Server.run", lambda *words, **given: None)
     return programs
 
@@ -24,7 +35,7 @@ def after(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_vllm_is_told_what_the_checkpoint_says(run, ran):
+def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
     run("serve", "nano", "--engine", "vllm", "--port", "0")
     [words] = ran
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
@@ -42,10 +53,12 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran):
     assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
     assert "--no-async-scheduling" not in words
-    assert "--api-key" not in words
+    assert after(words, "--middleware") == "setblock.vllm.fields.Fields"
+    assert environments[0]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_API_KEY" not in environments[0]
 
 
-def test_every_option(run, ran, checkpoint):
+def test_every_option(run, ran, checkpoint, environments):
     folder = checkpoint("qwen3", free_rows=3)
     result = run(
         *("serve", folder, "--engine", "vllm", "--allow-untrained", "--mask-token-id", "9"),
@@ -55,7 +68,8 @@ def test_every_option(run, ran, checkpoint):
     )
     assert result.err == ""
     [words] = ran
-    assert after(words, "--api-key") == "secret"
+    assert "secret" not in words, "ps shows them"
+    assert environments[0]["VLLM_API_KEY"] == "secret"
     assert after(words, "--max-num-seqs") == "4"
     assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "81")
     assert after(words, "--dtype") == "bfloat16"

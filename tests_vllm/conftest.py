@@ -2,12 +2,10 @@
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
@@ -18,9 +16,6 @@ import transformers
 if not torch.cuda.is_available():
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    import cpu
-
-    cpu.install()
 
 from setblock.checkpoint import BUNDLED, write_settings
 from setblock.loading import load

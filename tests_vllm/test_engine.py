@@ -137,19 +137,20 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, prompts = json.load(sys.stdin)
     engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512)
-    params = SamplingParams(temperature=0.0, max_tokens=60)
+    params = SamplingParams(temperature=0.0, max_tokens=60, logit_bias={3: -100.0})  # no masks
     found = engine.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
     print("ids", json.dumps([list(one.outputs[0].token_ids) for one in found]))
 """
 
 
-def test_verified_is_vllms_own_next_token_text(engine, model, folder):
+@pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
+def test_verified_is_vllms_own_next_token_text(engine, model, folder, kind):
     """Not only the reference's: vLLM as it is, in a process of its own, says the same."""
-    ids = prompts(model("nano"), 20)
-    found = answers(engine("nano"), [Request(one, {"mode": "verified"}) for one in ids])
+    ids = prompts(model(kind), 20)
+    found = answers(engine(kind), [Request(one, {"mode": "verified"}) for one in ids])
     env = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder("nano")), ids]), text=True,
+        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder(kind)), ids]), text=True,
         env=env, capture_output=True, check=True,
     )  # fmt: skip
     [line] = [line for line in done.stdout.splitlines() if line.startswith("ids ")]
@@ -208,6 +209,19 @@ def test_blocks_at_the_end_of_the_context(engine, model):
     assert len(found) == 64 - len(ids)
 
 
+def test_without_a_seed_every_request_has_its_own(engine, model):
+    [ids] = prompts(model("nano"), 1)
+    params = SamplingParams(temperature=1.5, max_tokens=40)  # one for all of them
+    texts = [{"prompt_token_ids": list(ids)}] * 8
+    found = engine("nano").generate(texts, params, use_tqdm=False)
+    assert len({tuple(one.outputs[0].token_ids) for one in found}) > 4
+
+
+def test_a_budget_that_no_block_fits_into_is_refused(engine):
+    with pytest.raises(ValueError, match="--max-num-batched-tokens must be at least 16"):
+        engine("nano", max_num_batched_tokens=8, max_num_seqs=4)
+
+
 @pytest.mark.parametrize(
     ("fields", "extra", "message"),
     [
@@ -220,6 +234,7 @@ def test_blocks_at_the_end_of_the_context(engine, model):
         ({"n": 2, "temperature": 1.0}, {}, "n is not supported"),
         ({"logprobs": 0}, {}, "logprobs is not supported"),
         ({"prompt_logprobs": 1}, {}, "prompt_logprobs is not supported"),
+        ({"logprob_token_ids": [5]}, {}, "logprob_token_ids is not supported"),
         ({"presence_penalty": 0.5}, {}, "presence_penalty is not supported"),
         ({"repetition_penalty": 1.5}, {}, "repetition_penalty is not supported"),
         ({"min_p": 0.1, "temperature": 1.0}, {}, "min_p is not supported"),

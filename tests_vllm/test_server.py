@@ -1,5 +1,6 @@
 """`setblock serve --engine vllm` in a process of its own, driven by OpenAI's client."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 
 from setblock import nano
 from setblock.generation import generate
@@ -26,8 +26,7 @@ PORT = 18765
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    if not torch.cuda.is_available():
-        env["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE / "site")))
+    env.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # serve says it
     program = [str(Path(sys.executable).with_name("setblock")), "serve", "nano", "--engine", "vllm"]
     words = ["--port", str(PORT), "--", "--enforce-eager", "--max-model-len", "512"]
     log = tmp_path_factory.mktemp("server") / "log"
@@ -113,10 +112,18 @@ def test_seeds_and_stops(client, model):
         ({"solver": "best"}, {}, "solver must be one of entropy:GAMMA"),
         ({"block_size": 99}, {}, "block_size must lie in 1..16"),
         ({"blocks": 3}, {}, "blocks is not one of mode, solver, block_size"),
+        ({"diffusion_canvas_length": 4}, {}, "diffusion_canvas_length is not one of mode"),
+        ({"setblock_seed": 4}, {}, "setblock_seed is not one of mode"),
+        ({"block_size": True}, {}, "block_size of vllm_xargs must be a number or a text"),
+        ({"solver": "fixed:1" + "0" * 40}, {}, "n must be an integer from 1 to 2147483647"),
+        ({}, {"temperature": 3.0}, "temperature"),
+        ({}, {"n": 2, "temperature": 1.0}, "n is not supported by set block decoding"),
         ({}, {"logprobs": True}, "logprobs is not supported by set block decoding"),
         ({}, {"presence_penalty": 1.0}, "presence_penalty is not supported"),
         ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-        ({}, {"response_format": {"type": "json_object"}}, "structured_outputs is not supported"),
+        ({}, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supp"),
+        ({}, {"tool_choice": "required"}, "tool_choice is not supported"),
         ({}, {"max_tokens": -1}, "max_tokens"),
         ({}, {"max_tokens": 10_000}, "max_tokens"),
     ],
@@ -125,6 +132,54 @@ def test_wrong_requests(client, own, more, message):
     with pytest.raises(openai.BadRequestError, match=re.escape(message)):
         ask(client, "hi", own, **more)
     assert ask(client, "hi").choices
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mode", "verified", "mode is not a field of this server: of set block decoding, put it"),
+        ("best_of", 3, "best_of is not a field of this server"),
+        ("\ud800", 1, "ud800 is not a field of this server"),
+        ("use_beam_search", True, "use_beam_search is not supported by set block decoding"),
+        ("logprob_token_ids", [5], "logprob_token_ids is not supported by set block decoding"),
+        ("temperature", "hot", "temperature"),
+        ("max_tokens", [], "max_tokens"),
+        ("stop", 3, "stop"),
+        ("vllm_xargs", 3, "vllm_xargs"),
+        ("stream", "often", "stream"),
+    ],
+)
+def test_fields_that_would_be_ignored_or_are_wrong(address, client, field, value, message):
+    body = json.dumps({"model": "nano", "prompt": "hi", "max_tokens": 3, field: value})
+    kind = {"content-type": "application/json"}
+    response = httpx.post(f"{address}/v1/completions", content=body, headers=kind)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert ask(client, "hi").choices
+
+
+def test_without_a_seed_texts_differ(client):
+    texts = {
+        ask(client, QUESTIONS[2], {"mode": mode}, temperature=1.5).choices[0].message.content
+        for mode in ("sbd", "verified", "ntp")
+        for _ in range(3)
+    }
+    assert len(texts) > 1
+    for seeds in ({7}, {7, 8, 9}):
+        texts = {
+            ask(client, QUESTIONS[2], temperature=1.5, seed=seed).choices[0].message.content
+            for seed in [*seeds, *seeds]
+        }
+        assert (len(texts) == 1) == (len(seeds) == 1)
+
+
+def test_tokens_are_counted_to_the_answers_end(client):
+    for own, most in (({}, 1), ({}, 5), ({"mode": "verified"}, 5), ({}, 100)):
+        answer = ask(client, QUESTIONS[0], own, max_tokens=most)
+        counts = answer.model_extra["metrics"]["speculative_decoding"]
+        histogram = counts["acceptance_histogram"]
+        committed = sum(number * count for number, count in enumerate(histogram))
+        assert committed == answer.usage.completion_tokens <= most
 
 
 def test_malformed_requests(address, client):

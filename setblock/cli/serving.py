@@ -92,7 +92,12 @@ def serve(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Engine vllm: the key that requests must bring.")
+        str | None,
+        typer.Option(
+            envvar="VLLM_API_KEY",
+            show_envvar=True,
+            help="Engine vllm: the key that every POST must bring, and everything below /v1.",
+        ),
     ] = None,
     adaptive: Annotated[
         bool,
@@ -126,11 +131,12 @@ def serve(
         if device or as_json:
             raise ValueError(f"{'--device' if device else '--json'} is for engine transformers")
         more = ["--host", host, "--port", str(port), *(words or ())]
-        more += ["--api-key", api_key] if api_key else []
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
         program = command(model_name, settings, allow_untrained, more, adaptive, fused)
-        os.execv(program[0], program)  # does not come back
+        # Diffusion models run on vLLM's second model runner alone.
+        own = {"VLLM_USE_V2_MODEL_RUNNER": "1", **({"VLLM_API_KEY": api_key} if api_key else {})}
+        os.execve(program[0], program, {**os.environ, **own})  # does not come back
         return
     theirs = {"--api-key": api_key, "--adaptive": adaptive, "--fused": fused}
     theirs[" ".join(words or ())] = words

@@ -45,7 +45,7 @@ def command(
         config = AutoConfig.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise ModelError(f"no model {name!r}: {' '.join(str(error).split())[:200]}") from error
-    [architecture] = config.architectures or [""]
+    architecture = " and ".join(config.architectures or ["model of no named architecture"])
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{name} is a {architecture}; on vLLM only {any_of(ARCHITECTURES)} run")
     if getattr(config, "sliding_window", None):
@@ -72,6 +72,7 @@ def command(
         "--dtype": own.get("dtype", "auto"),
         "--diffusion-config": json.dumps({"canvas_length": 2 * size if fused else size}),
         "--scheduler-cls": "setblock.vllm.scheduler.scheduler",
+        "--middleware": "setblock.vllm.fields.Fields",
         "--hf-overrides": json.dumps(
             {
                 "architectures": [f"{PREFIX}{architecture}"],

@@ -1,8 +1,8 @@
 """What vLLM's second model runner lacks on a CPU without Triton: eight kernels, in numpy.
 
-For these tests alone, and for watching the plugin on a machine without a GPU. `install()` must run
-in the process of the engine, before vLLM builds it. Each function says what the kernel of the same
-name in vllm/v1/worker/gpu does, for one rank.
+For trying the plugin on a machine without a GPU. `install()` must run in each process of vLLM's
+before it builds an engine. Each function says what the kernel of the same name in
+vllm/v1/worker/gpu does, for one rank.
 """
 
 import ctypes
@@ -162,9 +162,11 @@ def install() -> None:
     """Let the second model runner start on a CPU, with these kernels."""
     import importlib
 
-    import vllm.config.vllm
-    from vllm import triton_utils
-    from vllm.triton_utils.dispatcher import register_kernels
+    import vllm.config.vllm  # pyright: ignore[reportMissingImports]
+    from vllm import triton_utils  # type: ignore
+    from vllm.triton_utils.dispatcher import (  # pyright: ignore[reportMissingImports]
+        register_kernels,
+    )
 
     vllm.config.vllm.HAS_TRITON = True
     triton: Any = triton_utils.triton

@@ -4,7 +4,8 @@ Through SamplingParams.extra_args (over HTTP: vllm_xargs): mode, solver, block_s
 is vLLM's own; what the plugin does not do is refused when the request comes.
 """
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
@@ -14,6 +15,7 @@ MODES = ("sbd", "ntp", "verified")
 OWN = ("mode", "solver", "block_size")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
+SEED = "setblock_seed"  # of a request that names none
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Asked:
 
     verified: the causal logits of a block's commit accept or cut it. Mode "ntp" is that with
     blocks of one token, which hold no draft.
+    sampler: of any seed; each request has its own, see `seed_of`.
     """
 
     verified: bool
@@ -37,7 +40,7 @@ def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
     Raises: ValueError naming what is not supported or out of range.
     """
     extra = dict(params.extra_args or {})
-    if unknown := sorted(set(extra) - {*OWN, WIDTH}):
+    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED}):
         raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
@@ -55,7 +58,13 @@ def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
         top_k=max(params.top_k, 0),
         seed=params.seed or 0,
     )
-    return Asked(mode != "sbd", parse(solver), 1 if mode == "ntp" else size, sampler)
+    size = 1 if mode == "ntp" else size
+    return Asked(mode != "sbd", parse(solver), size, replace(sampler, seed=0))
+
+
+def seed_of(params: Any) -> int:
+    """The seed of a request that was accepted: a fresh one where it names none."""
+    return int((params.extra_args or {}).get(SEED, 0) if params.seed is None else params.seed)
 
 
 def width_of(params: Any, served: int) -> int:
@@ -79,7 +88,7 @@ def _refuse(params: Any) -> None:
         "n": 1, "min_p": 0.0, "min_tokens": 0, "logit_bias": None, "bad_words": None,
         "allowed_token_ids": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "repetition_penalty": 1.0, "logprobs": None, "prompt_logprobs": None,
-        "structured_outputs": None,
+        "logprob_token_ids": None, "structured_outputs": None, "repetition_detection": None,
     }  # fmt: skip
     for name, value in neutral.items():
         given = getattr(params, name)
@@ -106,7 +115,8 @@ def install() -> None:
             found = asked(self, settings_of(model_config), model_config.hf_config.canvas_length)
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
-        self.extra_args = {**(self.extra_args or {}), WIDTH: found.block_size}
+        own = {WIDTH: found.block_size, SEED: secrets.randbits(63)}
+        self.extra_args = {**(self.extra_args or {}), **own}
 
     validate.of_setblock = True  # type: ignore[attr-defined]
     SamplingParams._validate_diffusion = validate

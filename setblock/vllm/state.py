@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
-from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, settings_of
+from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, seed_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
 
@@ -35,6 +35,7 @@ class BlockState(ModelState):
     prompted    whether the prompt is encoded, so that the next forward is one of the block
     stops       end tokens, -1 for none
     limit       the first position that may not be generated
+    seeds       of the sampling noise
     causal      of the step's requests, by their place: whether its forward is causal
     adaptive: blocks may be cut as the load demands; then their first token is the next-token one,
     so that a block of one token is next-token decoding.
@@ -48,10 +49,18 @@ class BlockState(ModelState):
             raise ValueError("set block decoding on vLLM runs without CUDA graphs: --enforce-eager")
         if vllm_config.lora_config is not None:
             raise ValueError("set block decoding on vLLM takes no adapters: merge them first")
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("set block decoding on vLLM does not run in a pipeline of machines")
         self.defaults = settings_of(self.model_config)
         self.adaptive: bool = self.defaults.get("adaptive", False)
         self.fused: bool = self.defaults.get("fused", False)
         self.canvas: int = self.model_config.hf_config.canvas_length
+        widest = self.canvas * (2 if self.fused else 1)
+        if (budget := vllm_config.scheduler_config.max_num_batched_tokens) < widest:
+            raise ValueError(
+                f"--max-num-batched-tokens must be at least {widest}, the widest forward of one "
+                f"request, got {budget}"
+            )
         mask = self.defaults.get("mask_token_id", None)
         mask = getattr(self.model_config.hf_config, "mask_token_id", mask)
         if mask is None:
@@ -65,6 +74,7 @@ class BlockState(ModelState):
         self.prompted = torch.zeros(count, dtype=torch.bool, device=device)
         self.stops = torch.full((count, MOST_STOPS), -1, dtype=torch.int64, device=device)
         self.limit = torch.zeros(count, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
         self.causal = torch.zeros(count, dtype=torch.int32, device=device)
         self.kinds: list[Asked] = []  # of decoding that requests have asked for
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
@@ -86,6 +96,7 @@ class BlockState(ModelState):
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
+        self.seeds[req_index] = seed_of(params)
         ends = sorted(ends_of(params))
         row = ends + [-1] * (MOST_STOPS - len(ends))
         self.stops[req_index] = torch.tensor(row, device=self.device)
@@ -265,9 +276,9 @@ class BlockSampler:
                 hidden = state.model.last_hidden[torch.from_numpy(last).to(state.device)]
                 logits = self._clean(state.model.compute_logits(hidden))
                 position = torch.from_numpy(ends[some].astype(np.int64))
-                noise = ROW.to(state.device).expand(len(rows))
-                first = sampler.pick(logits[:, None], noise, position[:, None].to(state.device))
-                first = first[:, 0]
+                position = position[:, None].to(state.device)
+                noise = ROW.to(state.device).expand(len(rows)), position, state.seeds[rows]
+                first = sampler.pick(logits[:, None], *noise)[:, 0]
             begins = torch.from_numpy(ends[some].astype(np.int64)).to(state.device)
             self._keep(rows, self._new_blocks(first), width, begins)
 
@@ -290,11 +301,12 @@ class BlockSampler:
         position = starts[:, None] + offset
         block = state.block[slots, :width]
         causal = state.causal[places_on].bool()
-        rows = ROW.to(logits.device).expand(len(places))
+        rows, seeds = ROW.to(logits.device).expand(len(places)), state.seeds[slots]
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
         seeded = how.verified or state.adaptive
-        chosen = how.sampler.pick(scores, rows, position + (causal & seeded).long()[:, None])
+        predicted = position + (causal & seeded).long()[:, None]
+        chosen = how.sampler.pick(scores, rows, predicted, seeds)
         open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
         if width > 1 or not seeded:
             reveal = how.solver.reveal(scores, open_slots) & open_slots
@@ -312,7 +324,10 @@ class BlockSampler:
             first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
         else:
             first = torch.full_like(slots, state.mask_token_id)
-        num_sampled[places_on] = torch.where(causal, emitted, 0).int()
+        # vLLM would cut an answer behind its end itself, but count what it cut.
+        going = ~state.ends(block, slots) & (position < state.limit[slots][:, None] - 1)
+        answer = 1 + going[:, :-1].long().cumprod(dim=1).sum(dim=1)
+        num_sampled[places_on] = torch.where(causal, torch.minimum(emitted, answer), 0).int()
         sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
         # A committed block makes room for the next; another goes on, or to its commit.
         blocks = self._new_blocks(first)
@@ -320,7 +335,8 @@ class BlockSampler:
         if fused:  # which was begun behind the whole block: another start has another future
             begun = state.open_slots(fresh, slots, starts + width)
             begun &= how.solver.reveal(ahead[0], begun) & (emitted == width)[:, None]
-            fresh = torch.where(begun, how.sampler.pick(ahead[0], rows, position + width), fresh)
+            guess = how.sampler.pick(ahead[0], rows, position + width, seeds)
+            fresh = torch.where(begun, guess, fresh)
         blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
         self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
 
