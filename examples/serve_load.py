@@ -250,7 +250,8 @@ def main(
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for line in record["results"]:
         waits = [
-            ", ".join(map(_rate, line[f"{name}_s_ratio"])) for name in ("first_text", "between_texts")
+            ", ".join(map(_rate, line[f"{name}_s_ratio"]))
+            for name in ("first_text", "between_texts")
         ]
         shown.add_row(
             line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",

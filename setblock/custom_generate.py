@@ -2,17 +2,25 @@
 
 `setblock.export` writes a checkpoint whose custom_generate/generate.py leads here, so that
 `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True).generate(input_ids=...)` decodes
-by blocks. Whatever transformers' `generate`
-has and this package has not is refused by name; nothing is ignored but what changes no token.
+by blocks. Whatever transformers' `generate` has and this package has not is refused by name;
+nothing is ignored but what changes no token.
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoTokenizer,
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 
 from setblock.generation import Options, stream
 from setblock.model import Model
@@ -46,6 +54,7 @@ def generate(
     attention_mask: Int[Tensor, "batch width"] | None = None,
     generation_config: GenerationConfig | None = None,
     streamer: Any = None,
+    stopping_criteria: Iterable[StoppingCriteria] | None = None,
     **given: Any,
 ) -> Int[Tensor, "batch longest"]:
     """The prompts followed by their answers, padded on the right, as transformers returns them.
@@ -53,6 +62,7 @@ def generate(
     given: settings of transformers' generation that this package has too (max_new_tokens,
     do_sample, temperature, top_p, top_k, eos_token_id, pad_token_id, stop_strings with tokenizer),
     and our own: mode, solver, block_size, seed, next_token_seed, fallback, draft, branches, seeds.
+    stopping_criteria: those that are nothing but stop texts, a length or end tokens, see _stopping.
     Without a seed, sampling takes one from torch's generator, so that torch.manual_seed holds.
     Raises: ValueError naming what is not supported or out of range.
     """
@@ -62,6 +72,7 @@ def generate(
     own = {name: given.pop(name) for name in OWN if given.get(name) is not None}
     tokenizer = given.pop("tokenizer", None)
     config = _config(model, generation_config, given)
+    stop = _stopping(stopping_criteria or (), config)
     wrapped = _wrapped(model, tokenizer)
     if config.suppress_tokens not in (None, [], [wrapped.mask_token_id]):
         raise ValueError(
@@ -78,9 +89,6 @@ def generate(
         options["top_p"] = 1.0 if config.top_p is None else config.top_p
         options["top_k"] = TOP_K if config.top_k is None else config.top_k
         options.setdefault("seed", int(torch.randint(2**31, ())))
-    if config.stop_strings:
-        stop = config.stop_strings
-        options["stop"] = [stop] if isinstance(stop, str) else list(stop)
     if config.eos_token_id is not None:
         ends = config.eos_token_id
         wrapped.eos_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
@@ -90,6 +98,11 @@ def generate(
     shown = torch.ones_like(prompts) if attention_mask is None else attention_mask
     if attention_mask is None and pad not in wrapped.eos_token_ids:
         shown = prompts != pad  # as transformers infers it
+    # A special token is no part of a text: it ends an answer as EOS does.
+    named = [text for text in stop if text in wrapped.special_tokens]
+    ids: Any = wrapped.tokenizer.convert_tokens_to_ids(named)
+    wrapped.eos_token_ids |= frozenset(ids)
+    options["stop"] = [text for text in stop if text not in named]
     rows = [ids[seen.bool()].tolist() for ids, seen in zip(prompts, shown, strict=True)]
     if streamer is not None:
         if len(rows) > 1:
@@ -101,6 +114,37 @@ def generate(
     for row, answer in enumerate(answers):
         found[row, : len(answer)] = torch.tensor(answer)
     return torch.cat((prompts, found), dim=1)
+
+
+def _stopping(criteria: Iterable[StoppingCriteria], config: Any) -> list[str]:
+    """The stop texts. Lengths and end tokens of the criteria go into the configuration.
+
+    As in transformers, a criterion replaces what the configuration says of its kind. lm-eval's
+    MultiTokenEOSCriteria is known by its one text, `sequence`.
+    Raises: ValueError naming the class of any other.
+    """
+    lengths, ends, texts, sequences = [], [], [], []
+    for one in criteria:
+        if type(one) is MaxLengthCriteria:
+            lengths.append(one.max_length)
+        elif type(one) is EosTokenCriteria:
+            ends += one.eos_token_id.tolist()
+        elif type(one) is StopStringCriteria:
+            texts += one.stop_strings
+        elif isinstance(sequence := getattr(one, "sequence", None), str):
+            sequences.append(sequence)
+        else:
+            raise ValueError(
+                f"stopping criterion {type(one).__name__} is not supported by set block decoding: "
+                "known are MaxLengthCriteria, EosTokenCriteria, StopStringCriteria and lm-eval's "
+                "MultiTokenEOSCriteria"
+            )
+    if lengths:
+        config.update(max_length=min(lengths), max_new_tokens=None)
+    if ends:
+        config.update(eos_token_id=ends)
+    own = config.stop_strings or []
+    return (texts or ([own] if isinstance(own, str) else list(own))) + sequences
 
 
 def _decode(

@@ -7,10 +7,13 @@ what it is told to do: which fields a request may have, and how the tokens are f
 import asyncio
 import json
 import logging
+import reprlib
+import secrets
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from types import SimpleNamespace
@@ -21,12 +24,12 @@ import transformers
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState, Modality
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from setblock.generation import Generation, Options, Reveal, settings_for, stream
 from setblock.model import Model
@@ -66,11 +69,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,),
 }  # fmt: skip
+LARGEST = 2**63  # integers are below it, as seeds are
+# What may still become a stop text is looked for at every length of every one of them.
+MOST_STOPS, LONGEST_STOP = 16, 1_000
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 100
+shown = SHORT.repr
 
 # What a handler passes to a chat template besides the request's chat_template_kwargs.
 FROM_HANDLER = (
-    "conversation", "tools", "return_tensors", "return_dict", "tokenize", "add_generation_prompt",
+    "tools", "return_tensors", "return_dict", "tokenize", "add_generation_prompt",
     "load_audio_from_video",
 )  # fmt: skip
 
@@ -79,19 +88,32 @@ class Refused(Exception):
     """A request that can't be answered: why, the field if it is one, and the HTTP status."""
 
     def __init__(self, field: str | None, why: str, status: int = 400) -> None:
+        if field and not (field.isprintable() and len(field) <= 100):
+            field = shown(field)
         super().__init__(f"{field} {why}" if field else why)
         self.field, self.status = field, status
 
 
 @dataclass
 class Asked:
-    """What one request asks for. The handlers read max_new_tokens once an answer is there: an
-    answer as long as that ended for its length."""
+    """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
+    an answer is there: an answer as long as that ended for its length."""
 
     options: Options
     limit: int | None
     return_token_ids: bool
+    fields: frozenset[str]
     max_new_tokens: int | None = None
+
+    @property
+    def prompt(self) -> str:
+        """The field with the prompt."""
+        return "prompt" if "prompt" in self.fields else "messages"
+
+    @property
+    def limited_by(self) -> str:
+        """The field with the limit."""
+        return "max_completion_tokens" if "max_completion_tokens" in self.fields else "max_tokens"
 
 
 class Served:
@@ -107,6 +129,11 @@ class Served:
         self.config = SimpleNamespace(model_type="setblock")
         longest = max(map(len, model.tokenizer.get_vocab()), default=1)
         self.most_characters = longest * model.context_length
+        takers = (type(model.tokenizer).apply_chat_template, render_jinja_template)
+        # Arguments of these are no variables of a chat template.
+        self.reserved = {"messages", *FROM_HANDLER}.union(
+            *(signature(f).parameters for f in takers)
+        )
 
     def get_gen_models(self) -> list[dict[str, Any]]:
         """What /v1/models lists."""
@@ -123,21 +150,32 @@ class Served:
     def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
         return Modality.LLM
 
-    def shutdown(self) -> None:
-        """Nothing is unloaded."""
+    def check_length(self, field: str, characters: int) -> None:
+        """Raises: Refused for more characters than the context has room for."""
+        if characters > self.most_characters:
+            raise Refused(
+                field,
+                f"must fit into the model's context of {self.model.context_length} tokens, so have "
+                f"at most {self.most_characters} characters, got {characters}",
+            )
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], **given: Any
     ) -> transformers.BatchEncoding:
         """The ids of a conversation and the model's cue, as the handlers take them."""
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
+        tokenizer = self.model.tokenizer
         try:
-            text = self.model.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False, **own
+            text = str(
+                tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=True, tokenize=False, **own
+                )
             )
-        except TemplateError as error:
-            raise Refused("messages", f"do not fit the chat template: {error}") from None
-        return self._encoded(self.model.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a template is a program: it may raise anything
+            why = " ".join(_why(error).split())
+            raise Refused("messages", f"do not fit the chat template: {why}") from None
+        self.check_length("messages", len(text))
+        return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def __call__(self, text: str, **_: Any) -> transformers.BatchEncoding:
         """The ids of a plain prompt."""
@@ -174,6 +212,7 @@ class Engine(GenerateManager):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
+        self.ending = threading.Event()  # the process is told to end
         self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
 
     def generate_streaming(
@@ -191,7 +230,7 @@ class Engine(GenerateManager):
 
         def run() -> None:
             try:
-                for reveal in reveals:
+                for reveal in self._unless_ending(reveals):
                     if reveal.text:
                         put(reveal.text)
                     if reveal.generation is not None:
@@ -200,11 +239,12 @@ class Engine(GenerateManager):
                     if streamed.left.is_set():
                         self.done.pop(request_id, None)
                         return
-                put(None)
+            except Refused as error:
+                put(Failed(error))
             except Exception as error:
                 logger.exception("an answer failed")
-                put(Failed(error))
-                put(None)
+                put(Failed(_why(error)))
+            put(None)
 
         self.submit(run)
         return queue, streamed
@@ -216,28 +256,48 @@ class Engine(GenerateManager):
         reveals = self._begin(inputs, gen_config)
 
         def run() -> Generation:
-            return next(one.generation for one in reveals if one.generation is not None)
+            found = (one.generation for one in self._unless_ending(reveals))
+            return next(generation for generation in found if generation is not None)
 
-        try:
-            generation = await self.async_submit(run)
-        except Exception as error:
-            logger.exception("an answer failed")
-            raise Refused(None, str(error), 500) from None
+        generation = await self.async_submit(run)
         self._finish(request_id, gen_config, generation)
         return generation.text, generation.prompt_tokens, list(generation.token_ids)
 
     def _begin(self, inputs: Any, asked: Asked) -> Iterator[Reveal]:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
         ids = inputs["input_ids"][0].tolist()
-        limit = asked.limit
+        context, limit = self.model.context_length, asked.limit
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
                 settings = settings_for(self.model, **asked.options)
                 size = settings.block_size if settings.mode == "sbd" else 1
-                limit = max((self.model.context_length - len(ids)) // size * size, 1)
+                limit = (context - len(ids)) // size * size
+                if limit < 1:
+                    block = "a token" if settings.mode != "sbd" else f"a block of {size}"
+                    raise Refused(
+                        asked.prompt,
+                        f"must leave room for {block} in the model's context of {context} tokens, "
+                        f"got {len(ids)} tokens",
+                    )
             return iter(stream(self.model, [ids], **{**asked.options, "max_new_tokens": limit}))
         except (ValueError, TypeError) as error:
-            raise Refused(None, str(error).replace("max_new_tokens", "max_tokens")) from None
+            message = str(error).replace("max_new_tokens", asked.limited_by)
+            if message.startswith("prompt 0 "):  # the only one
+                message = message.replace("prompt 0", asked.prompt, 1)
+            field, _, why = message.partition(" ")
+            if field in asked.fields:
+                raise Refused(field, why) from None
+            raise Refused(None, message) from None
+
+    def _unless_ending(self, reveals: Iterator[Reveal]) -> Iterator[Reveal]:
+        """The reveals up to the answer's last; raises Refused once the process is told to end."""
+        going = True
+        while going:
+            if self.ending.is_set():
+                raise Refused(None, "the server is shutting down", 503)
+            reveal = next(reveals)
+            yield reveal
+            going = reveal.generation is None
 
     def _finish(self, request_id: str, asked: Asked, generation: Generation) -> None:
         if generation.finish_reason == "length":
@@ -252,6 +312,8 @@ class Engine(GenerateManager):
         }
         if settings.uses_solver:
             told["solver"] = str(settings.solver)
+        if settings.sampler.temperature:
+            told["seed"] = settings.sampler.seed
         if asked.return_token_ids:
             told["token_ids"] = list(generation.token_ids)
         self.done[request_id] = told
@@ -275,44 +337,56 @@ class Answers:
     model_manager: Any
     generation_state: Any
 
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc]
+        except (Refused, HTTPException):
+            raise
+        except Exception as error:
+            logger.exception("an answer failed")
+            raise Refused(None, _why(error), 500) from None
+
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         served: Served = self.model_manager
         if body.get("model") not in (None, served.name):
-            raise Refused("model", f"must be {served.name!r}, got {body['model']!r}", 404)
+            raise Refused("model", f"must be {served.name!r}, got {shown(body['model'])}", 404)
         return served.name, served, served
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         for name in [name for name, value in body.items() if value is None]:
             del body[name]  # as if it was not there
+        kinds = {**OPTIONS, **TAKEN, **self.fields}
         for name, value in body.items():
-            kind = {**OPTIONS, **TAKEN, **self.fields}.get(name)
-            if kind and type(value) not in KINDS[kind]:
-                raise Refused(name, f"must be {kind}, got {value!r}")
-            if name in NEUTRAL and not any(_same(value, one) for one in NEUTRAL[name]):
-                raise Refused(name, f"is not supported, only {NEUTRAL[name][0]!r}; got {value!r}")
-            if kind is None and name not in NEUTRAL:
+            if name in kinds:
+                _check_value(name, value, kinds[name])
+            elif name not in NEUTRAL:
                 raise Refused(name, "is not supported")
-        if unknown := set(body.get("stream_options", {})) - {"include_usage"}:
-            raise Refused("stream_options", f"may hold include_usage, got {sorted(unknown)}")
+            elif not any(_same(value, one) for one in NEUTRAL[name]):
+                raise Refused(
+                    name, f"is not supported, only {NEUTRAL[name][0]!r}; got {shown(value)}"
+                )
+        _check_stop(body.get("stop", []))
+        _check_stream_options(body)
         self.check(body)
         for name in ("max_tokens", "max_completion_tokens"):
             if body.get(name, 1) < 1:
                 raise Refused(name, f"must be at least 1, got {body[name]}")
-        if sum(map(len, self.texts(body))) > self.model_manager.most_characters:
-            context = self.model_manager.model.context_length
-            raise Refused(None, f"the prompt exceeds the model's context of {context} tokens")
+        for name, texts in self.texts(body).items():
+            self.model_manager.check_length(name, sum(map(len, texts)))
 
     def check(self, body: dict[str, Any]) -> None:
         """Raises Refused for what this protocol has of its own."""
 
-    def texts(self, body: dict[str, Any]) -> list[str]:
-        """The prompt's."""
+    def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
+        """Those that the prompt is made of, by field."""
         raise NotImplementedError
 
     def _build_generation_config(self, body: dict[str, Any], *_: Any, **__: Any) -> Asked:
         options: Any = {name: body[name] for name in OPTIONS if name in body}
+        if options.get("temperature"):
+            options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return Asked(options, limit, body.get("return_token_ids", False))
+        return Asked(options, limit, body.get("return_token_ids", False), frozenset(body))
 
     def _streaming(self, *args: Any, **given: Any) -> StreamingResponse:
         response = super()._streaming(*args, **given)  # type: ignore[misc]
@@ -342,24 +416,44 @@ class Chat(Answers, ChatCompletionHandler):
     fields: ClassVar = {"messages": "a list of messages", "chat_template_kwargs": "an object"}
 
     def check(self, body: dict[str, Any]) -> None:
-        if not body.get("messages"):
+        messages, context = body.get("messages"), self.model_manager.model.context_length
+        if not messages:
             raise Refused("messages", "must be a list of messages, at least one")
-        for index, message in enumerate(body["messages"]):
+        if len(messages) > context:
+            raise Refused(
+                "messages",
+                f"must be at most {context}, the tokens of the context, got {len(messages)}",
+            )
+        for index, message in enumerate(messages):
             _check_message(f"messages[{index}]", message)
-        if taken := set(body.get("chat_template_kwargs", {})) & set(FROM_HANDLER):
-            raise Refused("chat_template_kwargs", f"may not hold {min(taken)}")
+        for name in body.get("chat_template_kwargs", {}):
+            if name in self.model_manager.reserved:
+                raise Refused(
+                    "chat_template_kwargs",
+                    f"may not hold {name}: only variables of the chat template are allowed",
+                )
+        limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
+        if len(limits) > 1:
+            raise Refused(
+                "max_completion_tokens",
+                f"must be max_tokens={body['max_tokens']} where both are given, "
+                f"got {body['max_completion_tokens']}",
+            )
         if self.model_manager.model.tokenizer.chat_template is None:
             raise Refused(
                 "messages", "need a chat template, and the model has none: /v1/completions"
             )
 
-    def texts(self, body: dict[str, Any]) -> list[str]:
-        contents = [message["content"] for message in body["messages"]]
-        return [
-            part if isinstance(part, str) else part["text"]
-            for content in contents
-            for part in ([content] if isinstance(content, str) else content)
-        ]
+    def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
+        found = []
+        for message in body["messages"]:
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            found += [message["role"], " ".join(parts)]
+        return {
+            "messages": found,
+            "chat_template_kwargs": [_json(body.get("chat_template_kwargs"))],
+        }
 
 
 class Completions(Answers, CompletionHandler):
@@ -373,14 +467,15 @@ class Completions(Answers, CompletionHandler):
         if "max_completion_tokens" in body:
             raise Refused("max_completion_tokens", "is not supported, only max_tokens")
 
-    def texts(self, body: dict[str, Any]) -> list[str]:
-        return [body["prompt"]]
+    def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
+        return {"prompt": [body["prompt"]]}
 
 
 def build(model: Model, name: str) -> FastAPI:
     """The ASGI application that serves the model under this name."""
     transformers.logging.set_verbosity_error()
-    served, state = Served(model, name), State(Engine(model))
+    engine = Engine(model)
+    served, state = Served(model, name), State(engine)
     handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters}
     del handlers["enable_cors"]
     handlers |= {
@@ -390,11 +485,32 @@ def build(model: Model, name: str) -> FastAPI:
         "completion_handler": Completions(served, state),  # type: ignore[arg-type]
     }
     app = build_server(**handlers)
+    app.router.lifespan_context = lambda _: _ended_by_signals(engine)
     # What is left needs handlers that this server has not, or unloads the model.
     app.router.routes = [one for one in app.routes if getattr(one, "path", "") in PATHS]
     for kind in (Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _error)
     return app
+
+
+@asynccontextmanager
+async def _ended_by_signals(engine: Engine) -> AsyncIterator[None]:
+    """Meanwhile a signal that ends the server ends its answers, for which uvicorn would wait."""
+    here = threading.current_thread() is threading.main_thread()  # signals are no other thread's
+    numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+    before = {one: old for one in numbers if callable(old := signal.getsignal(one))}
+
+    def end(number: int, frame: Any) -> None:
+        engine.ending.set()
+        before[signal.Signals(number)](number, frame)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _error(request: Request, error: Exception) -> JSONResponse:
@@ -414,14 +530,60 @@ def _body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": None}}
 
 
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
 async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for event in events:
         yield event
+        if 'data: {"error"' in event:  # never a text's, whose quotes are escaped
+            break
     yield "data: [DONE]\n\n"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _check_value(name: str, value: Any, kind: str) -> None:
+    """Type, size, and whether its texts are texts."""
+    if type(value) not in KINDS[kind]:
+        raise Refused(name, f"must be {kind}, got {shown(value)}")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise Refused(name, f"must be {kind} below 2**63, got {shown(value)}")
+    try:
+        _json(value).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise Refused(name, f"must be Unicode text, got the lone surrogate {half!r}") from None
+    except RecursionError:
+        raise Refused(name, f"must be {kind}, got one that is nested too deeply") from None
+
+
+def _check_stop(stop: Any) -> None:
+    stops = [stop] if isinstance(stop, str) else stop
+    longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
+    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+        got = f"{len(stops)} texts" if len(stops) > MOST_STOPS else f"one of {longest} characters"
+        raise Refused(
+            "stop",
+            f"may be {MOST_STOPS} texts of at most {LONGEST_STOP} characters each, got {got}",
+        )
+
+
+def _check_stream_options(body: dict[str, Any]) -> None:
+    options = body.get("stream_options", {})
+    if unknown := set(options) - {"include_usage"}:
+        raise Refused("stream_options", f"may hold include_usage, got {shown(min(unknown))}")
+    if type(usage := options.get("include_usage", False)) is not bool:
+        raise Refused("stream_options.include_usage", f"must be true or false, got {shown(usage)}")
+    if "stream_options" in body and not body.get("stream"):
+        raise Refused("stream_options", f"is for stream true, got {shown(options)} without it")
 
 
 def _check_message(place: str, message: Any) -> None:
@@ -439,3 +601,7 @@ def _check_message(place: str, message: Any) -> None:
         for part in content
     ):
         raise Refused(f"{place}.content", "must be a text or a list of parts of type text")
+    for index, part in enumerate(content):
+        if unknown := set(part) - {"type", "text"}:
+            name = f"{place}.content[{index}].{min(unknown)}"
+            raise Refused(name, "is not supported, only type and text")

@@ -11,6 +11,7 @@ from setblock.export import export
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
+from setblock.nano import problems
 
 PROMPTS = ("two and two", "a bird")
 ANY: Any = transformers
@@ -132,6 +133,78 @@ def test_ends_and_stop_texts(exported, network, tokenizer):
     assert new(network, ids, max_new_tokens=12) == [whole]  # the end token was that call's own
 
 
+def part_of(text: str) -> str:
+    """Two characters out of its middle, none of them half of one, which no stop text may hold."""
+    places = range(len(text) // 2, len(text) - 1)
+    return next(text[i : i + 2] for i in places if "\ufffd" not in text[i : i + 2])
+
+
+def test_stopping_criteria_that_are_texts_lengths_and_ends(exported, network, tokenizer):
+    """As the settings of the same meaning, which they replace where both are given."""
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    width = ids["input_ids"].shape[1]
+    [whole] = new(network, ids, max_new_tokens=12)
+    stop = part_of(tokenizer.decode(whole))
+
+    def given(*criteria: Any, **options: Any) -> list[int]:
+        criteria = ANY.StoppingCriteriaList(criteria)
+        return new(network, ids, **{"max_new_tokens": 12, **options}, stopping_criteria=criteria)[0]
+
+    [expected] = new(network, ids, max_new_tokens=12, stop_strings=stop, tokenizer=tokenizer)
+    text = ANY.StopStringCriteria(tokenizer, stop)
+    assert given(text) == given(text, stop_strings="never said") == expected
+    assert len(expected) < len(whole)
+    length = ANY.MaxLengthCriteria(width + 5)
+    assert given(length) == given(length, max_new_tokens=2) == whole[:5]
+    assert given(ANY.MaxLengthCriteria(width + 9), length, text) == min(
+        expected, whole[:5], key=len
+    )
+    first = whole.index(whole[4]) + 1
+    assert given(ANY.EosTokenCriteria(whole[4])) == whole[:first]
+    assert given(ANY.EosTokenCriteria([whole[4], 9**9])) == whole[:first]
+    assert given() == whole
+
+
+def test_a_special_token_as_a_stop_text_ends_an_answer(exported, network, tokenizer, monkeypatch):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    [whole] = new(network, ids, max_new_tokens=12)
+    name = tokenizer.convert_ids_to_tokens(whole[4])
+    monkeypatch.setattr(network._setblock, "special_tokens", ("</s>", name))
+    [found] = new(network, ids, max_new_tokens=12, stop_strings=["</s>", name])
+    assert found == whole[: whole.index(whole[4]) + 1]
+    assert new(network, ids, max_new_tokens=12) == [whole]
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval's own
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("name", ["tiny", "nano"])
+def test_lm_eval_itself_decodes_by_blocks(exported, tmp_path, name, batch_size):
+    """Its own model `hf` says what `setblock.generate` says; each stop text is a criterion."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder, prompts = exported, [*PROMPTS, "x"]
+    if name == "nano":
+        folder = tmp_path / "nano"
+        export(load("nano"), folder)
+        prompts = [f"{one.prompt}\n" for one in problems("arithmetic", "validation", 3)]
+    model = load(folder, device="cpu")
+    plain = generate(model, prompts, max_new_tokens=30)
+    until = [part_of(plain[0].text), part_of(plain[1].text)]
+    options: Any = {"until": until, "max_gen_toks": 30, "do_sample": False}
+    made: Any = HFLM  # its decorator hides its arguments from type checkers
+    harness = made(
+        pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=batch_size
+    )
+    asked = [Instance("generate_until", {}, (prompt, options), 0) for prompt in prompts]
+    texts = harness.generate_until(asked, disable_tqdm=True)
+    assert harness.model._setblock.name == str(folder), "the stock code has decoded"
+    expected = generate(model, prompts, max_new_tokens=30, stop=until)
+    assert texts == [one.text for one in expected]
+    assert sum(one.finish_reason == "stop" for one in expected) >= 2
+    assert texts != [one.text for one in plain]
+
+
 class Streamer:
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
@@ -168,6 +241,10 @@ def test_a_streamer_gets_every_token_once_in_order(exported, network, tokenizer,
         ({"output_scores": True}, "output_scores=True is not supported"),
         ({"logits_processor": [1]}, "logits_processor is not supported"),
         ({"assistant_model": object()}, "assistant_model is not supported"),
+        (
+            {"stopping_criteria": [ANY.MaxTimeCriteria(3)]},
+            "stopping criterion MaxTimeCriteria is not supported by set block decoding: known are",
+        ),
         ({"suppress_tokens": [5]}, r"suppress_tokens=\[5\] is not supported"),
         ({"gama": 0.3}, "gama is not supported"),
         ({"solver": "best"}, "solver must be one of"),

@@ -25,6 +25,7 @@ from setblock.loading import load
 from setblock.nano import problems
 from setblock.serve import build
 
+USER = {"role": "user", "content": "hi"}
 QUESTIONS = tuple(problems(name, "validation", 1)[0].prompt for name in ("arithmetic", "json"))
 
 
@@ -223,11 +224,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"foo": 1}, "foo is not supported"),
     ({"generation_config": "{}"}, "generation_config is not supported"),
     ({"stream": "yes"}, "stream must be true or false, got 'yes'"),
-    ({"stream_options": {"x": 1}}, "stream_options may hold include_usage"),
+    ({"stream_options": {"x": 1}}, "stream_options may hold include_usage, got 'x'"),
+    (
+        {"stream_options": {"include_usage": 1}},
+        "stream_options.include_usage must be true or false, got 1",
+    ),
+    ({"stream_options": {"include_usage": None}}, "must be true or false, got None"),
     ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
     ({"max_tokens": 1.5}, "max_tokens must be an integer"),
     ({"max_tokens": True}, "max_tokens must be an integer"),
-    ({"max_tokens": 10**6}, "max_tokens=1000000"),
+    ({"max_tokens": 10**6}, "tokens; with max_tokens=1000000"),
+    ({"max_tokens": 10**400}, "max_tokens must be an integer below 2**63, got 10000"),
+    ({"temperature": 10**400}, "temperature must be a number below 2**63, got 10000"),
+    ({"top_p": -(10**400)}, "top_p must be a number below 2**63, got -1000"),
+    ({"fallback": 10**400}, "fallback must be a number below 2**63, got 10000"),
+    ({"top_k": 10**400}, "top_k must be an integer below 2**63, got 10000"),
+    ({"seed": 2**63}, "seed must be an integer below 2**63, got 9223372036854775808"),
+    ({"n": 10**400}, "n is not supported, only 1; got 10000"),
     ({"temperature": -1}, "temperature must be"),
     ({"temperature": "hot"}, "temperature must be"),
     ({"top_p": 2}, "top_p must be"),
@@ -236,6 +249,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": 5}, "stop must be"),
     ({"stop": [""]}, "stop must be"),
     ({"stop": ["<|end|>"]}, "stop text '<|end|>' holds the special token"),
+    (
+        {"stop": ["a"] * 17},
+        "stop may be 16 texts of at most 1000 characters each, got 17 texts",
+    ),
+    ({"stop": ["a", "b" * 1001]}, "of at most 1000 characters each, got one of 1001 characters"),
+    ({"stop": "\ud800"}, r"stop must be Unicode text, got the lone surrogate '\ud800'"),
+    ({"model": "\udc00"}, r"model must be Unicode text, got the lone surrogate '\udc00'"),
+    ({"\ud800": "x"}, r"'\ud800' is not supported"),
+    ({"a\nb": "x"}, r"'a\nb' is not supported"),
+    ({"x" * 10**6: "x"}, "xxx' is not supported"),
     ({"mode": "fast"}, "mode must be"),
     ({"solver": "best"}, "solver must be one of entropy:GAMMA"),
     ({"solver": 3}, "solver"),
@@ -247,18 +270,77 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 def refused(address: str, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
     """The error of a request that is refused before anything is decoded."""
-    response = httpx.post(f"{address}/v1/{path}", json=body, timeout=60)
+    kind = {"content-type": "application/json"}
+    # Its own json= would not send half a character.
+    content = json.dumps(body)
+    response = httpx.post(f"{address}/v1/{path}", content=content, headers=kind, timeout=60)
     assert response.status_code in (400, 404)
-    return response.json()["error"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].isprintable()
+    assert len(error["message"]) < 500
+    return error
 
 
-@pytest.mark.parametrize(("fields", "message"), BAD, ids=[repr(fields) for fields, _ in BAD])
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=[repr(fields)[:60] for fields, _ in BAD])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_not_supported_is_named(address, fields, message, stream):
     body = {"prompt": "2 + 2", "stream": stream, **fields}
-    assert message in refused(address, body)["message"]
     turn = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, **fields}
-    assert message in refused(address, turn, "chat/completions")["message"]
+    for prompt, given, path in (
+        ("prompt", body, "completions"), ("messages", turn, "chat/completions"),
+    ):  # fmt: skip
+        error = refused(address, given, path)
+        assert message in error["message"]
+        assert error["message"].startswith(error["param"])
+        [field] = fields
+        # Where it is the prompt that is too long with this field, the prompt is named.
+        named = {field, repr(field), prompt}
+        assert error["param"].split(".")[0] in named or len(field) > 100
+
+
+def test_what_only_a_stream_has(address):
+    body = {"prompt": "a", "stream_options": {"include_usage": True}}
+    for given in (body, {**body, "stream": False}):
+        error = refused(address, given)
+        assert error["message"] == (
+            "stream_options is for stream true, got {'include_usage': True} without it"
+        )
+
+
+def test_one_limit_under_two_names(address, client, nano):
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    body = {"messages": messages, "max_tokens": 5, "max_completion_tokens": 6}
+    error = refused(address, body, "chat/completions")
+    assert error["message"] == (
+        "max_completion_tokens must be max_tokens=5 where both are given, got 6"
+    )
+    answer = client.chat.completions.create(
+        model="nano", messages=messages, max_tokens=5, max_completion_tokens=5
+    )
+    assert answer.usage.completion_tokens == 5
+    body = {"messages": messages, "max_completion_tokens": 10**6}
+    message = refused(address, body, "chat/completions")["message"]
+    assert "with max_completion_tokens=1000000" in message
+
+
+def test_a_prompt_that_leaves_no_room(address, nano):
+    """What is missing is said, and nothing of a limit that was not asked for."""
+    text = "12345 " * 400
+    given, context = len(nano.encode(text)), nano.context_length
+    for mode, room in (("sbd", "a block of 16"), ("ntp", "a token"), ("verified", "a token")):
+        error = refused(address, {"prompt": text, "mode": mode})
+        assert error["message"] == (
+            f"prompt must leave room for {room} in the model's context of {context} tokens, "
+            f"got {given} tokens"
+        )
+        assert error["param"] == "prompt"
+    # A block does not fit, tokens do.
+    text = nano.decode(nano.encode("1 2 3 4 " * 300)[: context - 10])
+    assert context - 16 < len(nano.encode(text)) < context
+    assert "room for a block of 16" in refused(address, {"prompt": text})["message"]
+    body = {"messages": [{"role": "user", "content": text * 2}]}
+    assert refused(address, body, "chat/completions")["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -272,11 +354,60 @@ def test_what_is_not_supported_is_named(address, fields, message, stream):
         ("completions", {"prompt": "a", "model": "other"}, "model must be 'nano', got 'other'"),
         ("completions", {"prompt": "a", "model": 3}, "model must be a text, got 3"),
         ("completions", {"prompt": "<|mask|>"}, "holds the mask token"),
-        ("completions", {"prompt": "12345 " * 400}, "exceeds the model's context"),
+        (
+            "completions",
+            {"prompt": "12345 " * 400, "max_tokens": 1},
+            "tokens; with max_tokens=1 (16 in whole blocks of 16) it exceeds the model's context",
+        ),
         (
             "completions",
             {"prompt": "a" * 10_000_000},
-            "the prompt exceeds the model's context of 1024 tokens",
+            "prompt must fit into the model's context of 1024 tokens, so have at most",
+        ),
+        (
+            "completions",
+            {"prompt": "\ud800 hi"},
+            r"prompt must be Unicode text, got the lone surrogate '\ud800'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "hi \udfff"}]},
+            r"messages must be Unicode text, got the lone surrogate '\udfff'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},
+            r"messages must be Unicode text, got the lone surrogate '\ud800'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER], "chat_template_kwargs": {"x": {"\ud800": 1}}},
+            r"chat_template_kwargs must be Unicode text, got the lone surrogate '\ud800'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "x" * 10_000_000, "content": "a"}]},
+            "messages must fit into the model's context of 1024 tokens, so have at most",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "u", "content": [{"type": "text", "text": "a" * 999}] * 99}]},
+            "messages must fit into the model's context",
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER], "chat_template_kwargs": {"x": ["a" * 10_000_000]}},
+            "chat_template_kwargs must fit into the model's context",
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER] * 1025},
+            "messages must be at most 1024, the tokens of the context, got 1025",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+            "messages[0].content[0].b is not supported, only type and text",
         ),
         ("chat/completions", {}, "messages must be a list"),
         ("chat/completions", {"messages": []}, "messages must be a list"),
@@ -312,6 +443,35 @@ def test_what_is_not_supported_is_named(address, fields, message, stream):
 )
 def test_wrong_bodies(address, path, body, message):
     assert message in refused(address, body, path)["message"]
+
+
+NO_VARIABLES = (
+    "chat_template", "continue_final_message", "documents", "return_assistant_tokens_mask",
+    "tokenize", "tools", "conversation", "add_generation_prompt", "return_dict", "return_tensors",
+    "padding", "max_length", "tokenizer_kwargs", "sanitize_control_tokens", "self", "messages",
+    "conversations", "load_audio_from_video",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_VARIABLES)
+def test_only_variables_of_the_template_can_be_given(address, name):
+    body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False, name: "a"}}
+    error = refused(address, body, "chat/completions")
+    assert error["message"] == (
+        f"chat_template_kwargs may not hold {name}: only variables of the chat template are allowed"
+    )
+    assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("depth", [100, 800, 900, 960, 990, 2000])
+def test_what_is_nested_deeply(address, depth):
+    """Is taken or refused, at whatever depth Python gives up."""
+    value = "[" * depth + "]" * depth
+    content = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
+    content += f'"chat_template_kwargs": {{"x": {value}}}}}'
+    kind = {"content-type": "application/json"}
+    response = httpx.post(f"{address}/v1/chat/completions", content=content, headers=kind)
+    assert response.status_code in (200, 400)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"", b"3", b'{"a": }'])
@@ -372,17 +532,83 @@ def test_clients_that_leave_hold_nothing(address, app, client, nano, monkeypatch
     assert engine.done == {}
 
 
-def test_an_answer_that_fails_is_an_error_to_its_client(client, nano, monkeypatch):
-    def broken(*args: Any, **given: Any) -> Any:
-        raise RuntimeError('out of "memory"')
+@pytest.mark.parametrize("place", ["nano.forward", "serve.stream", "nano.tokenizer.__call__"])
+@pytest.mark.parametrize("error", [RuntimeError('out of "memory"'), MemoryError(), StopIteration()])
+def test_an_answer_that_fails_is_an_error_to_its_client(
+    address, client, nano, monkeypatch, place, error
+):
+    """In its first forward, or before it; the next one is answered."""
 
+    def broken(*args: Any, **given: Any) -> Any:
+        raise error
+
+    message = 'out of "memory"' if str(error) else type(error).__name__
+    if isinstance(error, StopIteration):
+        message = "StopIteration"
+    path, body = f"{address}/v1/chat/completions", {"messages": [USER]}
     with monkeypatch.context() as patch:
-        patch.setattr(nano, "forward", broken)
-        with pytest.raises(openai.APIError, match='out of "memory"'):
+        if place == "nano.forward":
+            patch.setattr(nano, "forward", broken)
+        elif place == "serve.stream":
+            patch.setattr("setblock.serve.stream", broken)
+        else:
+            patch.setattr(type(nano.tokenizer), "__call__", broken)
+        response = httpx.post(path, json=body)
+        assert response.status_code == 500
+        told = response.json()["error"]
+        assert message in told["message"]
+        assert (told["type"], told["param"]) == ("server_error", None)
+        with pytest.raises(openai.APIError) as raised:
             list(chat(client, "hi", stream=True))
-        with pytest.raises(openai.InternalServerError, match='out of "memory"'):
-            chat(client, "hi")
+        assert message in str(raised.value)
+        if place == "nano.forward":
+            lines = httpx.post(path, json={**body, "stream": True}).text.split("\n\n")
+            assert json.loads(lines[-3].removeprefix("data: "))["error"]["type"] == "server_error"
+            assert lines[-2:] == ["data: [DONE]", ""], "an answer's end came behind an error"
     assert chat(client, "hi").choices
+
+
+def test_sampling_without_a_seed_draws_one(client, nano):
+    """Each request its own, which its answer tells: with that, it is the same again."""
+    given: Any = {"temperature": 1.5, "max_tokens": 24}
+    answers = [chat(client, "hi", **given) for _ in range(4)]
+    texts = [one.choices[0].message.content for one in answers]
+    assert len({one.setblock["seed"] for one in answers}) == 4
+    assert len(set(texts)) > 1
+    again = [chat(client, "hi", **given, seed=one.setblock["seed"]) for one in answers]
+    assert [one.choices[0].message.content for one in again] == texts
+    assert "seed" not in chat(client, "hi", max_tokens=4).setblock
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_other_architectures_answer_as_generate(checkpoint, kind):
+    """Several prompts at once, in every mode."""
+    model = load(checkpoint(kind, settings={"trained": True, "solver": "fixed:3"}), device="cpu")
+    prompts = ["two and two", "a bird", "x", "once upon a time", "0123456789"]
+    modes = ("ntp", "sbd", "verified")
+    cases = [(prompt, mode, talk) for prompt in prompts for mode in modes for talk in (True, False)]
+    options: Any = {"max_new_tokens": 40}
+    expected = [
+        generate(model, prompt, mode=mode, chat=talk, **options)[0].text
+        for prompt, mode, talk in cases
+    ]
+    with serving(build(model, "nano")) as place, client_of(place) as client:
+
+        def answer(case: tuple[str, str, bool]) -> str:
+            prompt, mode, talk = case
+            if talk:
+                answer = chat(client, prompt, mode=mode, max_tokens=40)
+                return answer.choices[0].message.content
+            given = {"max_tokens": 40, "extra_body": {"mode": mode}}
+            return complete(client, prompt, **given).choices[0].text
+
+        with ThreadPoolExecutor(len(cases)) as pool:
+            assert list(pool.map(answer, cases)) == expected
+    texts = dict(zip(cases, expected, strict=True))
+    assert len(set(expected)) > len(prompts)
+    for prompt, mode, talk in cases:
+        if mode == "verified":
+            assert texts[prompt, mode, talk] == texts[prompt, "ntp", talk]
 
 
 def test_a_model_without_a_chat_template(checkpoint):
@@ -408,6 +634,44 @@ def test_a_template_that_refuses_a_role(checkpoint):
         error = refused(place, body, "chat/completions")
         assert error["message"] == "messages do not fit the chat template: only users speak"
         assert error["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 + messages[0]['content'] }}", "unsupported operand type(s) for +: 'int' and 'str'"),
+        ("{{ {}[messages[0]['content']].x }}", "'dict object' has no attribute 'hi'"),
+        ("{{ raise_exception('only\n  users\nspeak') }}", "only users speak"),
+        ("{{ messages | map('nothing') | list }}", "No filter named 'nothing'"),
+    ],
+)
+def test_whatever_a_template_raises_is_refused(checkpoint, template, message):
+    model = load(checkpoint("llama"))
+    model.tokenizer.chat_template = template
+    with serving(build(model, "strict")) as place:
+        error = refused(place, {"messages": [USER]}, "chat/completions")
+    assert error["message"].startswith("messages do not fit the chat template: ")
+    assert message in error["message"]
+    assert error["param"] == "messages"
+
+
+def test_variables_of_a_template(checkpoint):
+    model = load(checkpoint("llama"))
+    model.tokenizer.chat_template = (
+        "{{ greeting }}{% for i in range(times or 1) %}{{ messages[0].content }}{% endfor %}"
+    )
+    body: Any = {"messages": [USER], "max_tokens": 4}
+    with serving(build(model, "nano")) as place:
+        with client_of(place) as client:
+            given = {"greeting": "Good day, ", "times": 2}
+            answer = chat(client, "you", max_tokens=8, chat_template_kwargs=given)
+        ids = model.tokenizer("Good day, youyou", add_special_tokens=False)["input_ids"]
+        assert answer.setblock["token_ids"] == list(
+            generate(model, [ids], max_new_tokens=8)[0].token_ids
+        )
+        body["chat_template_kwargs"] = {"times": 99_999}
+        error = refused(place, body, "chat/completions")
+        assert error["message"].startswith("messages must fit into the model's context of 256")
 
 
 def test_an_exported_checkpoint_behind_stock_transformers_serve(nano, tmp_path):
@@ -456,8 +720,9 @@ def test_the_load_example(address, tmp_path):
     words += ["--transformers", "--out", str(tmp_path / "load.json")]
     words += ["--server-pid", str(os.getpid())]
     done = subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, check=False
-    )
+        [sys.executable, str(script), *words], capture_output=True, text=True, check=False,
+        env={**os.environ, "COLUMNS": "120"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "per forward" in done.stdout
     lines = json.loads((tmp_path / "load.json").read_text())["results"]
@@ -503,6 +768,60 @@ def test_the_command_serves_until_it_is_told_to_stop(trained):
         process.wait()
     assert (process.returncode, out) == (130, "")
     assert "secret" not in err
+
+
+SLOW = """
+import time
+from setblock.model import Model
+forward = Model.forward
+def slow(*given, **more):
+    time.sleep(0.2)
+    return forward(*given, **more)
+Model.forward = slow
+from setblock.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_answers_under_way(number):
+    """One is streamed, others wait for their turn; each would take minutes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "serve", "nano", "--port", "0", "--device", "cpu", "--json"],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"] + "/completions"
+        body: Any = {"prompt": "2 + 2", "mode": "ntp", "ignore_eos": True, "max_tokens": 900}
+        begun = threading.Event()
+
+        def streamed_text() -> str:
+            text = ""
+            with httpx.stream("POST", url, json={**body, "stream": True}, timeout=30) as response:
+                for piece in response.iter_text():
+                    text += piece
+                    begun.set()
+            return text
+
+        with ThreadPoolExecutor(2) as pool:
+            streaming = pool.submit(streamed_text)
+            assert begun.wait(60)
+            waiting = pool.submit(httpx.post, url, json=body, timeout=30)
+            time.sleep(0.5)
+            start = time.perf_counter()
+            process.send_signal(number)
+            process.communicate(timeout=20)
+            assert time.perf_counter() - start < 4
+            assert '"message": "the server is shutting down"' in streaming.result()
+            answer = waiting.result()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "the server is shutting down"
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
 
 
 @pytest.mark.parametrize(

@@ -175,4 +175,6 @@ def serve(
             print_json({"model": model_name, "url": address, **model.defaults})
         else:
             out.print(f"{model_name} answers at {address} until Ctrl-C")
-        uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listening])
+        # A client that never sends the rest of its request does not keep the server from ending.
+        settings = uvicorn.Config(application, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Server(settings).run(sockets=[listening])
