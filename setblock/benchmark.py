@@ -6,12 +6,12 @@ its time per token is set against that of our own next-token decoding in the sam
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from setblock.cache import PrefixCache
 from setblock.contenders import BASELINE, Contender, Run, now
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
@@ -38,6 +38,9 @@ def compare(
     speedup: of the decoding time per token against the baseline, median over the repeats with the
     least and the most; total_speedup: with the prompts' forward. identical_share: of answers with
     the baseline's token ids. speedup is None where no answer has a second token.
+
+    Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward;
+    ceiling, the speed-up if a run took what its bare forwards take; and the share of it reached.
     """
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     rounds: dict[str, list[list[Run]]] = {name: [] for name in running}
@@ -52,6 +55,8 @@ def compare(
         return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
 
     exact = [ids for run in rounds[BASELINE][0] for ids in run.token_ids]
+    first = {name: found[0] for name, found in rounds.items()}
+    bare = _bare_seconds(model, first, repeats) if batch_size == 1 else {}
     for name, found in rounds.items():
         gains = {
             whole: [
@@ -65,23 +70,52 @@ def compare(
         decoded = min(tokens, sum(map(len, exact))) > len(exact)
         nfe = [run.nfe for run in runs if run.nfe is not None]
         ids = [ids for run in runs for ids in run.token_ids]
+        speedup = statistics.median(gains[False]) if decoded else None
+        per_forward = tokens / sum(nfe) if nfe else None
+        ceiling = (
+            bare[BASELINE] / bare[name] * tokens / sum(map(len, exact)) if bare.get(name) else None
+        )
         yield {
             "contender": name,
             "batch_size": batch_size,
             "prompt_tokens": statistics.mean(map(len, prompts)),
             "n": len(prompts),
             "tokens": tokens,
-            "tokens_per_forward": tokens / sum(nfe) if nfe else None,
+            "tokens_per_forward": per_forward,
             "prefill_s": statistics.median(sum(run.prefill_s for run in runs) for runs in found),
             "decode_s": statistics.median(sum(run.decode_s for run in runs) for runs in found),
             "tokens_per_second": statistics.median(1 / per_token(runs, True) for runs in found),
             # Where prompts alone were answered there is no decoding to compare.
-            "speedup": statistics.median(gains[False]) if decoded else None,
+            "speedup": speedup,
             "speedup_range": (min(gains[False]), max(gains[False])) if decoded else None,
             "total_speedup": statistics.median(gains[True]),
             "total_speedup_range": (min(gains[True]), max(gains[True])),
             "identical_share": sum(a == b for a, b in zip(exact, ids, strict=True)) / len(ids),
+            "efficiency": speedup / per_forward if speedup and per_forward else None,
+            "ceiling": ceiling,
+            "share_of_ceiling": speedup / ceiling if speedup and ceiling else None,
         }
+
+
+def _bare_seconds(model: Model, done: dict[str, list[Run]], repeats: int) -> dict[str, float]:
+    """What the forwards of each contender's answers take by themselves, timed in turns behind as
+    many cached tokens as next-token decoding has in the mean; of those that tell their forwards.
+    """
+    forwards = {name: [one for run in runs for one in run.forwards] for name, runs in done.items()}
+    if not forwards[BASELINE]:
+        return {}
+    cached = round(statistics.mean(cached for cached, *_ in forwards[BASELINE]))
+    counts = {
+        name: Counter((queries, wanted) for _, queries, wanted in found)
+        for name, found in forwards.items()
+    }
+    shapes = sorted({shape for found in counts.values() for shape in found})
+    rounds = _in_turns(model, cached, shapes, 1, repeats)
+    seconds = {shape: statistics.median(one[shape] for one in rounds) for shape in shapes}
+    return {
+        name: sum(count * seconds[shape] for shape, count in found.items())
+        for name, found in counts.items()
+    }
 
 
 def forward_costs(
@@ -94,28 +128,11 @@ def forward_costs(
     so that a machine that slows down slows all of them; a first round warms up. Medians, of the
     ratio also the least and the most.
     """
-    widest = max(queries)
     widths = sorted({1, *queries})
     for length in cached:
-        cache = model.new_cache(batch_size, length + widest)
-        if length:
-            position = torch.arange(length, device=model.device).expand(batch_size, -1)
-            tokens = torch.full((batch_size, length), model.pad_token_id, device=model.device)
-            # One logit is enough of a forward that only fills the cache.
-            model.forward(tokens, causal_layout(position), cache, logits_at=position[0, -1:])
-            cache.keep(torch.full((batch_size,), length))
-
-        def forward(count: int, cache: PrefixCache = cache, length: int = length) -> float:
-            position = torch.arange(length, length + count, device=model.device)
-            start = torch.full((batch_size,), length + count // 2, device=model.device)
-            end = torch.full_like(start, length + count)
-            layout = decoding_layout(position.expand(batch_size, -1), start, end)
-            tokens = torch.full((batch_size, count), model.mask_token_id, device=model.device)
-            begin = now(model)
-            model.forward(tokens, layout, cache)
-            return now(model) - begin
-
-        rounds = [{count: forward(count) for count in widths} for _ in range(repeats + 1)][1:]
+        shapes = {(count, count): count for count in widths}
+        found = _in_turns(model, length, list(shapes), batch_size, repeats)
+        rounds = [{shapes[shape]: seconds for shape, seconds in one.items()} for one in found]
         for count in widths:
             ratios = [one[count] / one[1] for one in rounds]
             yield {
@@ -126,3 +143,29 @@ def forward_costs(
                 "ratio": statistics.median(ratios),
                 "ratio_range": (min(ratios), max(ratios)),
             }
+
+
+def _in_turns(
+    model: Model, cached: int, shapes: Sequence[tuple[int, int]], batch_size: int, repeats: int
+) -> list[dict[tuple[int, int], float]]:
+    """For each round the seconds of each forward: of so many tokens, with logits of so many."""
+    cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes))
+    if cached:
+        position = torch.arange(cached, device=model.device).expand(batch_size, -1)
+        tokens = torch.full((batch_size, cached), model.pad_token_id, device=model.device)
+        # One logit is enough of a forward that only fills the cache.
+        model.forward(tokens, causal_layout(position), cache, logits_at=position[0, -1:])
+        cache.keep(torch.full((batch_size,), cached))
+
+    def forward(count: int, wanted: int) -> float:
+        position = torch.arange(cached, cached + count, device=model.device)
+        start = torch.full((batch_size,), cached + count // 2, device=model.device)
+        end = torch.full_like(start, cached + count)
+        layout = decoding_layout(position.expand(batch_size, -1), start, end)
+        tokens = torch.full((batch_size, count), model.mask_token_id, device=model.device)
+        picked = torch.arange(count - wanted, count, device=model.device)
+        begin = now(model)
+        model.forward(tokens, layout, cache, picked)
+        return now(model) - begin
+
+    return [{shape: forward(*shape) for shape in shapes} for _ in range(repeats + 1)][1:]

@@ -18,13 +18,9 @@ class _Slots:
 
     capacity: int
     lengths: list[int]  # the host's copy of PrefixCache.lengths
-    num_queries: int = 0
-    index: Int[Tensor, "batch length"] | None = None  # None: every row writes at lengths[0]
-
-    @property
-    def end(self) -> int:
-        """One past the last slot that any row writes."""
-        return max(self.lengths) + self.num_queries
+    longest: int = 0  # of them
+    end: int = 0  # one past the last slot that any row writes
+    index: Int[Tensor, "batch length"] | None = None  # None: every row writes at `longest`
 
 
 class _PrefixLayer(CacheLayerMixin):
@@ -52,7 +48,7 @@ class _PrefixLayer(CacheLayerMixin):
         """Views of the slots up to the last one written. Writes in place; the only writer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end, index = self.slots.lengths[0], self.slots.end, self.slots.index
+        start, end, index = self.slots.longest, self.slots.end, self.slots.index
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if index is None:
                 memory[:, :, start:end] = states
@@ -66,10 +62,10 @@ class _PrefixLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[indices], self.values[indices]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.slots.lengths) + query_length, 0
+        return self.slots.longest + query_length, 0
 
     def get_seq_length(self) -> int:
-        return max(self.slots.lengths)
+        return self.slots.longest
 
     def get_max_length(self) -> int:
         return self.slots.capacity
@@ -96,12 +92,13 @@ class PrefixCache(Cache):
         batch, num_queries = queries.position.shape
         slots = self.slots
         assert batch == len(slots.lengths), f"{batch} rows, but the cache has {len(slots.lengths)}"
-        if (length := max(slots.lengths)) + num_queries > slots.capacity:
+        slots.longest = max(slots.lengths)
+        slots.end = slots.longest + num_queries
+        if slots.end > slots.capacity:
             raise ValueError(
-                f"a prefix of {length} tokens and {num_queries} query tokens exceed the cache's "
-                f"capacity of {slots.capacity}"
+                f"a prefix of {slots.longest} tokens and {num_queries} query tokens exceed the "
+                f"cache's capacity of {slots.capacity}"
             )
-        slots.num_queries = num_queries
         index = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
         slots.index = index if len(set(slots.lengths)) > 1 else None
         # Only a run of clean tokens that starts in its own place can extend the prefix.

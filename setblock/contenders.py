@@ -26,6 +26,7 @@ class Run:
 
     prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
     None where the library does not tell.
+    forwards: of a single prompt's, behind its own: cached tokens, query tokens, logits.
     """
 
     prefill_s: float
@@ -33,6 +34,7 @@ class Run:
     tokens: int
     nfe: int | None
     token_ids: tuple[tuple[int, ...], ...]
+    forwards: tuple[tuple[int, int, int], ...] = ()
 
 
 Contender = Callable[[Model, Sequence[Sequence[int]], int], Run]
@@ -43,13 +45,20 @@ def ours(**options: Any) -> Contender:
 
     def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
         given: Options = {**options, "max_new_tokens": max_new_tokens}  # type: ignore[typeddict-item]
-        answers = generate(model, prompts, **given)
+        seen: list[tuple[int, int, int]] = []
+        if len(prompts) == 1:
+            model.watch = lambda cached, *shape: seen.append((cached[0], *shape))
+        try:
+            answers = generate(model, prompts, **given)
+        finally:
+            model.watch = None
         return Run(
             prefill_s=max(one.prefill_s for one in answers),
             decode_s=max(one.decode_s for one in answers),
             tokens=sum(one.num_tokens for one in answers),
             nfe=sum(one.nfe for one in answers),
             token_ids=tuple(one.token_ids for one in answers),
+            forwards=tuple(one for one in seen if one[0]),
         )
 
     return run

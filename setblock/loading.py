@@ -35,6 +35,7 @@ def load(
     device: str | torch.device | None = None,
     mask_token_id: int | None = None,
     four_bit: bool = False,
+    compile: bool = False,
 ) -> Model:
     """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
 
@@ -45,9 +46,23 @@ def load(
     device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
+    compile: decode in kernels that torch.compile makes, see Model.compile.
     Raises: ModelError.
     """
-    name = str(name_or_path)
+    model = _load(str(name_or_path), dtype, device, mask_token_id, four_bit)
+    if compile:
+        model.compile()
+    return model
+
+
+def _load(
+    name: str,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    mask_token_id: int | None,
+    four_bit: bool,
+) -> Model:
+    """A whole checkpoint, or an adapter on the base that it names."""
     source, origin = _locate(name)
     if "gguf_file" in origin:
         return _load_whole(name, source, origin, {}, dtype, device, mask_token_id, four_bit)

@@ -8,6 +8,9 @@ The model classes are transformers' own: masks and positions are handed in, no c
 """
 
 import inspect
+import os
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from setblock import adapters, machines, mask_token, roofline
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.masks import Layout, flex_block_mask, visible
+
+MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
 
@@ -113,6 +118,9 @@ class Model:
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
+        self._compiled: Any = None  # of `_run`, once compile() was called
+        # Told of each forward with a cache: each row's tokens in it, a row's queries and logits.
+        self.watch: Callable[[list[int], int, int], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -141,23 +149,53 @@ class Model:
         Effects: writes the tokens' keys and values to the cache as scratch.
         Raises: ValueError if they do not fit into the cache.
         """
-        keys = layout
+        keys, run = layout, self._run
         if cache is not None:
+            if self.watch is not None:
+                wanted = tokens.shape[1] if logits_at is None else len(logits_at)
+                self.watch(cache.slots.lengths, tokens.shape[1], wanted)
+            if self._compiled is not None and tokens.shape[1] <= MOST_COMPILED:
+                run = self._compiled if min(cache.slots.lengths) else run
             keys = cache.keys_layout(layout)
             cache.stage(layout)
+        mask = attention_mask(self.network, layout, keys)
         with adapters.gated(self.network, layout) as told:
-            output = self.network(
-                input_ids=tokens,
-                position_ids=layout.position,
-                attention_mask=attention_mask(self.network, layout, keys),
-                past_key_values=cache,
-                use_cache=cache is not None,
-                logits_to_keep=0 if logits_at is None else logits_at,
-                **told,
-            )
+            return run(tokens, layout.position, mask, cache, logits_at, told)
+
+    def _run(
+        self,
+        tokens: Int[Tensor, "batch length"],
+        position: Int[Tensor, "batch length"],
+        mask: Any,
+        cache: PrefixCache | None,
+        logits_at: Int[Tensor, " picked"] | None,
+        told: dict[str, Any],
+    ) -> Float[Tensor, "batch picked vocab"]:
+        """The part of `forward` that is the network's."""
+        output = self.network(
+            input_ids=tokens,
+            position_ids=position,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=0 if logits_at is None else logits_at,
+            **told,
+        )
         logits = output.logits.float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits
+
+    def compile(self) -> None:
+        """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, run in kernels
+        that torch.compile makes at the first of each kind: one token or several, one row or more.
+        It keeps them on disk for the next process.
+
+        Raises: ModelError on a CPU without a C++ compiler.
+        """
+        compilers = (os.environ.get("CXX", "g++"), "clang++")
+        if self.device.type == "cpu" and not any(map(shutil.which, compilers)):
+            raise ModelError(f"compile needs a C++ compiler: none of {any_of(compilers)} is here")
+        self._compiled = torch.compile(self._run, dynamic=True)
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on such a machine."""

@@ -162,3 +162,38 @@ def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
     widths = [width for _, held, width in seen if held == 8]
     assert widths == [1, 4, 8] * 4, "they take turns"
     assert seen.count((2, 8, 4)) == 4, "one to warm up, three to time"
+
+
+def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):
+    """A clock on which a forward takes its query tokens and a tenth of its logits in seconds, and
+    all the rest of a step nothing: every mode runs at its ceiling.
+    """
+    now = 0.0
+    forward = model.forward
+
+    def timed(tokens: torch.Tensor, layout: Any, cache: Any, logits_at: Any = None) -> Any:
+        nonlocal now
+        wanted = tokens.shape[1] if logits_at is None else len(logits_at)
+        now += tokens.shape[1] + wanted / 10
+        return forward(tokens, layout, cache, logits_at)
+
+    monkeypatch.setattr(model, "eos_token_ids", frozenset())
+    monkeypatch.setattr(model, "forward", timed)
+    monkeypatch.setattr(contenders.time, "perf_counter", lambda: now)
+    running = {
+        "ntp": contenders.ours(mode="ntp"),
+        "sbd": contenders.ours(mode="sbd", solver="fixed:2", block_size=4),
+        "verified": contenders.ours(mode="verified", block_size=4, branches=2),
+    }
+    lines = {line["contender"]: line for line in compare(model, PROMPTS, 1, 9, 2, running)}
+    # Token by token: behind the prompt 8 forwards of one token and one logit.
+    base = len(PROMPTS) * 8 * 1.1
+    for name, line in lines.items():
+        assert line["share_of_ceiling"] == pytest.approx(1), name
+        assert line["efficiency"] == line["speedup"] / line["tokens_per_forward"]
+    assert lines["ntp"]["ceiling"] == 1
+    sbd = lines["sbd"]
+    assert sbd["ceiling"] == pytest.approx((base / 27) / (sbd["decode_s"] / sbd["tokens"]))
+    assert model.watch is None
+    lines = list(compare(model, PROMPTS, 2, 9, 2, running))
+    assert [line["ceiling"] for line in lines] == [None, None, None], "one prompt at a time"

@@ -1,4 +1,4 @@
-"""The commands that measure: evaluate and benchmark."""
+"""The commands that measure: evaluate, benchmark and profile."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from setblock import contenders, evaluate, nano, records
+from setblock.model import Model
 
 SHORT = ["--max-new-tokens", "8"]
 STOPPED = "interrupted: what is done is kept, go on with --resume"
@@ -272,6 +273,57 @@ def test_benchmark_every_option(run, trained, tmp_path):
     result = run("benchmark", trained, *few)
     assert "transformers-lookup" in result.out
     assert "against one token" in result.out
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Any]:
+    """The models that were told to compile; test_compile.py does it."""
+    told: list[Any] = []
+    monkeypatch.setattr(Model, "compile", lambda model: told.append(model))
+    return told
+
+
+def test_profile_every_option(run, trained, tmp_path, compiled):
+    path = tmp_path / "record.json"
+    words = [
+        "--limit", "2", "--prompt-length", "8", "--max-new-tokens", "4", "--repeats", "1",
+        "--mode", "ntp", "--mode", "sbd", "--solver", "fixed:2", "--block-size", "4",
+        "--mask-token-id", "9", "--dtype", "float32", "--device", "cpu", "--compile", "on",
+    ]  # fmt: skip
+    record = run("profile", trained, *words, "--out", path, "--json").json
+    assert record == json.loads(path.read_text())
+    assert [line["mode"] for line in record["results"]] == ["ntp", "sbd"]
+    assert record["results"][1]["nfe"] < record["results"][0]["nfe"]
+    assert (record["dtype"], record["request"]["compile"], len(compiled)) == ("float32", "on", 1)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    few = ["--task", "gsm8k", "--data", data, "--repeats", "1", "--max-new-tokens", "2"]
+    shown = run("profile", trained, *few).out
+    for text in ("attention", "linears", "verified", "longer for being watched"):
+        assert text in shown
+    assert len(compiled) == 1
+    for wrong, message in (
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--prompt-length", "0"], "--prompt-length must be at least 1, got 0"),
+        (["--mode", "ntp", "--solver", "fixed:1"], "--solver is for mode sbd"),
+        (["--task", "gsm8k"], "--task and --data need each other"),
+    ):
+        assert message in run("profile", trained, *wrong).error
+
+
+def test_compile_reaches_every_command_that_decodes(run, trained, compiled, tmp_path):
+    few = ["--limit", "1", "--max-new-tokens", "2", "--json"]
+    generated = run("generate", trained, "--prompt-ids", "5,6", *few[2:], "--compile", "on").json
+    assert generated["num_tokens"] <= 2
+    run("evaluate", trained, "--task", "lists", *few, "--compile", "on")
+    run("benchmark", trained, *few, "--repeats", "1", "--cached", "0", "--compile", "on")
+    assert len(compiled) == 3
+    run("evaluate", trained, "--task", "lists", *few, "--compile", "off")
+    assert len(compiled) == 3
+    text = tmp_path / "text.txt"
+    text.write_text("one two three")
+    words = ["--task", "perplexity", "--data", text, "--compile", "on"]
+    assert "--compile: perplexity reads text" in run("evaluate", trained, *words).error
 
 
 def test_several_solvers_and_block_sizes_in_one_run(run, trained):

@@ -33,7 +33,7 @@ LEVELS = (
     ("verified", "likelihood"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "serve"),
-    ("answers", "benchmark", "tune", "report"),
+    ("answers", "benchmark", "profiling", "tune", "report"),
     ("finetune",),
     ("cli",),
     ("__main__",),

@@ -12,6 +12,7 @@ from rich.text import Text
 from setblock.cli.common import (
     BlockSizeOption,
     BranchesOption,
+    CompileOption,
     DeviceOption,
     DraftOption,
     DtypeOption,
@@ -24,6 +25,7 @@ from setblock.cli.common import (
     SeedFirstOption,
     SeedsOption,
     SolverOption,
+    Switch,
     app,
     err,
     load_model,
@@ -78,6 +80,7 @@ def generate(
     seeds: SeedsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    compile: CompileOption = Switch.off,
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Show what each forward revealed.")
     ] = False,
@@ -90,7 +93,7 @@ def generate(
     from setblock.generation import encode, settings_for, stream
 
     text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
-    model = load_model(model_name, dtype, device, mask_token_id)
+    model = load_model(model_name, dtype, device, mask_token_id, compile)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
         "solver": solver,

@@ -1,5 +1,6 @@
-"""The command that measures wall clock: benchmark."""
+"""Commands that measure wall clock: benchmark, profile."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +12,16 @@ from rich.text import Text
 
 from setblock.cli.common import (
     SOLVERS_HELP,
+    BlockSizeOption,
+    CompileOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
     MaskTokenOption,
+    Mode,
     ModelName,
+    SolverOption,
+    Switch,
     app,
     err,
     load_model,
@@ -24,15 +30,18 @@ from setblock.cli.common import (
     warn_untrained,
 )
 
+TaskOption = Annotated[
+    str | None,
+    typer.Option(help="Whose prompts, with --data. Default: those of the bundled model."),
+]
+DataOption = Annotated[str | None, typer.Option(help="The task's rows, as for `evaluate`.")]
+
 
 @app.command()
 def benchmark(
     model_name: ModelName,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Whose prompts, with --data. Default: those of the bundled model."),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="The task's rows, as for `evaluate`.")] = None,
+    task: TaskOption = None,
+    data: DataOption = None,
     limit: Annotated[int, typer.Option(help="Prompts.")] = 8,
     batch_size: Annotated[
         list[int] | None, typer.Option(help="Prompts answered together; again. Default: 1.")
@@ -73,6 +82,7 @@ def benchmark(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    compile: CompileOption = Switch.off,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the record to this JSON file.")
     ] = None,
@@ -83,15 +93,15 @@ def benchmark(
     All answer the same prompts greedily, with the same weights, in turns: first a round that warms
     up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
     decoding of the same round; the median, least and most stand in the table. Besides, single
-    forwards of 1, k and 2k tokens are timed.
+    forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up
+    is what a run's forwards would take by themselves.
     """
     from setblock import benchmark as measure
-    from setblock import contenders, machines, nano
+    from setblock import contenders, machines
     from setblock.generation import encode, settings_for
     from setblock.plan import beside_measured
     from setblock.records import Journal
     from setblock.roofline import DISPATCH_S
-    from setblock.tasks import TASKS, load_items, read_rows
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
@@ -106,22 +116,13 @@ def benchmark(
         raise ValueError("--max-new-tokens must be at least 2: the first is the prompt's forward's")
     if min(cached or [0]) < 0:
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
-    if (task is None) != (data is None):
-        raise ValueError(f"--task and --data need each other; got {task} and {data}")
-    if task is not None and task not in TASKS:
-        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
-    if task and data:
-        rows = load_items(TASKS[task], read_rows(data), limit)
-        texts = [TASKS[task].prompt(row, (), True) for row in rows]
-    else:
-        each = -(-limit // len(nano.FAMILIES))
-        families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
-        texts = [one.prompt for some in zip(*families, strict=True) for one in some][:limit]
+    texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
+    request |= {"compile": compile.value}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
-    model = load_model(model_name, dtype, device, mask_token_id)
+    model = load_model(model_name, dtype, device, mask_token_id, compile)
     warn_untrained(model, "sbd")
     if ignore_eos:
         model.eos_token_ids = frozenset()
@@ -185,11 +186,116 @@ def benchmark(
     out.print(_forwards(record["forwards"]))
 
 
+@app.command()
+def profile(
+    model_name: ModelName,
+    task: TaskOption = None,
+    data: DataOption = None,
+    limit: Annotated[int, typer.Option(help="Prompts, answered one by one.")] = 5,
+    prompt_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that prompts are brought to, by their own over and over in front."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds, after one that warms up.")] = 3,
+    mode: Annotated[
+        list[Mode] | None, typer.Option(help="May be given again. Default: all three.")
+    ] = None,
+    solver: SolverOption = None,
+    block_size: BlockSizeOption = None,
+    mask_token_id: MaskTokenOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    compile: CompileOption = Switch.off,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the record to this JSON file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Where the time of decoding goes: attention, linear layers, head, solver, cache, Python.
+
+    Shares of the wall clock from torch's profiler, of the prompts' own forwards too. Being watched
+    takes time itself, most of all where operations are small; the table says how much.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
+    from setblock import benchmark as measure
+    from setblock import profiling
+    from setblock.generation import encode, settings_for
+    from setblock.records import Journal
+
+    numbers = {"limit": limit, "repeats": repeats, "max-new-tokens": max_new_tokens}
+    for name, value in {**numbers, "prompt-length": prompt_length}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
+    if solver and Mode.sbd not in modes:
+        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
+    texts = _texts(task, data, limit)
+    request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
+    request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}
+    journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
+    model = load_model(model_name, dtype, device, mask_token_id, compile)
+    ids = encode(model, texts, model.tokenizer.chat_template is not None)
+    prompts = [measure.stretched(one, prompt_length) for one in ids]
+    journal.record |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    ways = {}
+    for one in modes:
+        options: dict[str, Any] = {"mode": one.value, "max_new_tokens": max_new_tokens}
+        options |= {"block_size": block_size} if one is not Mode.ntp else {}
+        options |= {"solver": solver} if one is Mode.sbd else {}
+        settings_for(model, **options)  # bad values are refused here
+        ways[one.value] = options
+    for name, options in ways.items():
+        with err.status(Text(f"{name}: {len(prompts)} prompts, {repeats} rounds")):
+            line = profiling.profiled(model, prompts, repeats, **options)
+        journal.finish({"task": "profile", "model": model.name, "mode": name, **line})
+    journal.save()
+    if as_json:
+        print_json(journal.record)
+        return
+    lines = journal.record["results"]
+    shown = Table(title="Shares of the wall clock")
+    for name in ("", *(line["mode"] for line in lines)):
+        shown.add_column(name, justify="right" if name else "left")
+    for kind in (*profiling.KINDS, profiling.REST):
+        shown.add_row(
+            kind,
+            *(f"{line['shares'][kind]:.0%}" for line in lines),
+            end_section=kind == profiling.REST,
+        )
+    for name, of in (
+        ("tokens per forward", lambda line: f"{line['tokens'] / line['nfe']:.2f}"),
+        ("ms a token", lambda line: f"{1000 * line['wall_s'] / line['tokens']:.2f}"),
+        ("longer for being watched", lambda line: f"{line['overhead']:.2f}x"),
+    ):
+        shown.add_row(name, *map(of, lines))
+    out.print(shown)
+
+
+def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
+    """The prompts of a task's rows, or the bundled model's."""
+    from setblock import nano
+    from setblock.tasks import TASKS, load_items, read_rows
+
+    if (task is None) != (data is None):
+        raise ValueError(f"--task and --data need each other; got {task} and {data}")
+    if task is not None and task not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
+    if task and data:
+        rows = load_items(TASKS[task], read_rows(data), limit)
+        return [TASKS[task].prompt(row, (), True) for row in rows]
+    each = -(-limit // len(nano.FAMILIES))
+    families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
+    return [one.prompt for some in zip(*families, strict=True) for one in some][:limit]
+
+
 def _contenders(lines: list[dict[str, Any]]) -> Table:
     shown = Table(title="Against token by token (ntp); median, least to most of the rounds")
     shown.add_column("decoding", no_wrap=True)
     names = ("batch", "prompt", "tokens per forward", "tokens/s")
-    for name in (*names, "speed-up, decoding", "with prompt", "same answers"):
+    for name in (*names, "speed-up, decoding", "of its ceiling", "with prompt", "same answers"):
         shown.add_column(name, justify="right", overflow="fold")
     for line in lines:
         per_forward = line["tokens_per_forward"]
@@ -199,13 +305,16 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
             else "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
             for name in ("speedup", "total_speedup")
         ]
+        reached = line["share_of_ceiling"]
         shown.add_row(
             line["contender"],
             str(line["batch_size"]),
             f"{line['prompt_tokens']:.0f}",
             "" if per_forward is None else f"{per_forward:.2f}",
             f"{line['tokens_per_second']:.1f}",
-            *gains,
+            gains[0],
+            "" if reached is None else f"{reached:.0%}",
+            gains[1],
             f"{line['identical_share']:.0%}",
         )
     return shown

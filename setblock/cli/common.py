@@ -145,11 +145,32 @@ DeviceOption = Annotated[
         help="cpu, cuda, cuda:1 ... Default: the checkpoint's, else cuda if there is one."
     ),
 ]
+
+
+class Switch(StrEnum):
+    """Whether."""
+
+    on = "on"
+    off = "off"
+
+
+CompileOption = Annotated[
+    Switch,
+    typer.Option(
+        "--compile",
+        help="on: decode in kernels that torch.compile makes at the first forwards, which takes a "
+        "minute or more, and less the next time.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def load_model(
-    name: str, dtype: Dtype | str | None, device: str | None, mask_token_id: int | None
+    name: str,
+    dtype: Dtype | str | None,
+    device: str | None,
+    mask_token_id: int | None,
+    compile: Switch = Switch.off,
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
     from transformers.utils import logging as transformers_logging
@@ -161,7 +182,13 @@ def load_model(
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with err.status(Text(f"loading {name}")):
-        return load(name, dtype=dtype and str(dtype), device=device, mask_token_id=mask_token_id)
+        return load(
+            name,
+            dtype=dtype and str(dtype),
+            device=device,
+            mask_token_id=mask_token_id,
+            compile=compile is Switch.on,
+        )
 
 
 def quiet_libraries() -> None:

@@ -11,6 +11,7 @@ from setblock.cli.common import (
     SOLVERS_HELP,
     BlockSizeOption,
     BranchesOption,
+    CompileOption,
     DeviceOption,
     Draft,
     DraftOption,
@@ -22,6 +23,7 @@ from setblock.cli.common import (
     Mode,
     SeedFirstOption,
     SeedsOption,
+    Switch,
     app,
     err,
     load_model,
@@ -101,6 +103,7 @@ def evaluate(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    compile: CompileOption = Switch.off,
     out_file: Annotated[
         Path | None,
         typer.Option(
@@ -134,6 +137,7 @@ def evaluate(
 
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
+    models |= {"compile": "on"} if compile is Switch.on else {}
     models["weights"] = [fingerprint(name) for name in model_names]
     given = {
         "mode": mode,
@@ -146,6 +150,7 @@ def evaluate(
         "seeds": seeds,
         "shots": shots or None,
         "plain": plain or None,
+        "compile": compile if compile is Switch.on else None,
     }
     if task == [evaluation.PERPLEXITY]:
         if useless := [name for name, value in given.items() if value is not None]:
@@ -220,7 +225,7 @@ def evaluate(
     firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
     run = 0
     for model_name in model_names:
-        model = load_model(model_name, dtype, device, mask_token_id)
+        model = load_model(model_name, dtype, device, mask_token_id, compile)
         for one in modes:
             warn_untrained(model, one.value)
         for options in settings:

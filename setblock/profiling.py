@@ -1,0 +1,139 @@
+"""Where the time of decoding goes: shares of a run by what was done, from torch's profiler.
+
+An operation belongs to the innermost of these that it runs in:
+
+    head       the output layer, from hidden states to logits
+    solver     entropies, reveal rules, and the choice of tokens
+    cache      keys and values written, read and kept
+    attention  scaled_dot_product_attention or FlexAttention
+    linears    the other linear layers
+    other      every other operation: norms, rotations, activations, masks, bookkeeping
+
+and what is left of the wall clock, when no operation ran, is Python and what launches operations.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from setblock import cache, decode, sampling, solvers, verified
+from setblock.contenders import now
+from setblock.generation import Generation, generate
+from setblock.model import Model
+
+KINDS = ("head", "solver", "cache", "attention", "linears", "other")
+REST = "python"
+OPERATIONS = {
+    "attention": ("scaled_dot_product", "flex_attention"),
+    "linears": ("aten::linear", "aten::addmm", "aten::mm", "aten::bmm", "mkldnn::_linear"),
+}
+# Ours, by the place where they are looked up.
+FUNCTIONS = (
+    (cache._PrefixLayer, "update", "cache"),
+    (cache.PrefixCache, "stage", "cache"),
+    (cache.PrefixCache, "keep", "cache"),
+    (cache.PrefixCache, "select", "cache"),
+    (sampling.Sampler, "perturbed", "solver"),
+    (sampling.Sampler, "pick", "solver"),
+    (decode, "entropy", "solver"),
+    (verified.BranchDrafts, "_plan", "solver"),
+    (verified.BranchDrafts, "_redraft", "solver"),
+)
+
+
+def profiled(
+    model: Model, prompts: Sequence[Sequence[int]], repeats: int, **options: Any
+) -> dict[str, Any]:
+    """Shares of answering these prompts, each alone, over all rounds but the first, which warms up.
+
+    shares: of the wall clock while watched, by KINDS and REST; they sum to 1. On a CUDA device
+    those of KINDS are the time in which it computed, `python` that in which it did not.
+    wall_s: of a round without being watched, the median. overhead: how many times longer a watched
+    one takes; the finer the operations, the more.
+    options: of `generate`.
+    """
+    plain, watched = [], []
+    spent: dict[str, float] = {kind: 0.0 for kind in KINDS}
+    answers: list[Generation] = []
+    for repeat in range(repeats + 1):
+        begin = now(model)
+        for prompt in prompts:
+            generate(model, [prompt], **options)
+        plain.append(now(model) - begin)
+        seconds, found, answers = _watched(model, prompts, options)
+        watched.append(seconds)
+        for kind in KINDS if repeat else ():
+            spent[kind] += found[kind]
+    shares = {kind: spent[kind] / sum(watched[1:]) for kind in KINDS}
+    return {
+        "n": len(prompts),
+        "tokens": sum(one.num_tokens for one in answers),
+        "nfe": sum(one.nfe for one in answers),
+        "wall_s": statistics.median(plain[1:]),
+        "overhead": sum(watched[1:]) / sum(plain[1:]),
+        "shares": shares | {REST: 1 - sum(shares.values())},
+    }
+
+
+def _watched(
+    model: Model, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+) -> tuple[float, dict[str, float], list[Generation]]:
+    """(seconds, seconds by kind, answers) of one round."""
+    cuda = model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    spent: dict[str, float] = {kind: 0.0 for kind in KINDS}
+    answers: list[Generation] = []
+    wall_s = 0.0
+    for prompt in prompts:
+        with _marked(model), profile(activities=activities) as record:
+            begin = now(model)
+            answers += generate(model, [prompt], **options)
+            wall_s += now(model) - begin
+        for event in record.events() or ():
+            if event.device_type.name != "CPU":
+                continue
+            micros = event.self_device_time_total if cuda else event.self_cpu_time_total
+            if event.name.startswith(("aten::", "mkldnn::", "flex")):
+                spent[_kind_of(event)] += micros / 1e6
+    return wall_s, spent, answers
+
+
+def _kind_of(event: Any) -> str:
+    """Of an operation: that of the innermost mark or operation around it that has one."""
+    while event is not None:
+        if event.name in KINDS:
+            return event.name
+        for kind, names in OPERATIONS.items():
+            # A matrix product may belong to what is around it.
+            if any(name in event.name for name in names):
+                around = _kind_of(event.cpu_parent)
+                return kind if around == "other" else around
+        event = event.cpu_parent
+    return "other"
+
+
+@contextmanager
+def _marked(model: Model) -> Iterator[None]:
+    """While this lasts, what is ours and the head stand in the profiler's record by their kind."""
+
+    def marking(function: Any, kind: str) -> Any:
+        @wraps(function)
+        def marked(*words: Any, **given: Any) -> Any:
+            with record_function(kind):
+                return function(*words, **given)
+
+        return marked
+
+    head = model.network.get_output_embeddings()
+    places = [*FUNCTIONS, (head, "forward", "head")]
+    made = {getattr(make, "func", make) for make, *_ in solvers.FORMS.values()}
+    places += [(solver, "reveal", "solver") for solver in made]
+    with ExitStack() as patched:
+        for owner, name, kind in places:
+            patched.enter_context(patch.object(owner, name, marking(getattr(owner, name), kind)))
+        yield

@@ -1,0 +1,47 @@
+"""Shares of a run: to whom an operation belongs, and that watching leaves no trace."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from setblock import cache, decode, profiling
+from setblock.loading import load
+from setblock.sampling import Sampler
+from setblock.solvers import EntropyBound
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["aten::add"], "other"),
+        (["aten::copy_", "cache"], "cache"),
+        (["aten::addmm", "aten::linear"], "linears"),
+        (["aten::addmm", "aten::linear", "head"], "head"),
+        (["aten::mm", "aten::matmul", "solver", "aten::x"], "solver"),
+        (["aten::bmm", "aten::scaled_dot_product_attention"], "attention"),
+        (["aten::_softmax", "aten::scaled_dot_product_attention"], "attention"),
+        (["aten::exp", "solver", "head"], "solver"),
+    ],
+)
+def test_an_operation_belongs_to_the_innermost(names, kind):
+    event: Any = None
+    for name in reversed(names):
+        event = SimpleNamespace(name=name, cpu_parent=event)
+    assert profiling._kind_of(event) == kind
+
+
+def test_shares_of_a_run(checkpoint):
+    model = load(checkpoint("llama"), dtype="float32", device="cpu")
+    before = (cache.PrefixCache.keep, Sampler.pick, EntropyBound.reveal, decode.entropy)
+    head = model.network.get_output_embeddings().forward
+    options: dict[str, Any] = {"mode": "sbd", "block_size": 4, "max_new_tokens": 8}
+    line = profiling.profiled(model, [[5, 9, 30], [7, 7]], 2, ignore_eos=True, **options)
+    assert (line["n"], line["tokens"]) == (2, 16)
+    assert line["wall_s"] > 0
+    assert line["overhead"] > 0
+    assert list(line["shares"]) == [*profiling.KINDS, profiling.REST]
+    assert sum(line["shares"].values()) == pytest.approx(1)
+    assert all(share > 0 for share in line["shares"].values())
+    assert before == (cache.PrefixCache.keep, Sampler.pick, EntropyBound.reveal, decode.entropy)
+    assert head == model.network.get_output_embeddings().forward
