@@ -49,7 +49,7 @@ FUNCTIONS = (
 def profiled(
     model: Model, prompts: Sequence[Sequence[int]], repeats: int, **options: Any
 ) -> dict[str, Any]:
-    """Shares of answering these prompts, each alone, over all rounds but the first, which warms up.
+    """Shares of answering these prompts, each alone, over all rounds; the first prompt warms up.
 
     shares: of the wall clock while watched, by KINDS and REST; they sum to 1. On a CUDA device
     those of KINDS are the time in which it computed, `python` that in which it did not.
@@ -60,22 +60,23 @@ def profiled(
     plain, watched = [], []
     spent: dict[str, float] = {kind: 0.0 for kind in KINDS}
     answers: list[Generation] = []
-    for repeat in range(repeats + 1):
+    generate(model, prompts[:1], **options)
+    for _ in range(repeats):
         begin = now(model)
         for prompt in prompts:
             generate(model, [prompt], **options)
         plain.append(now(model) - begin)
         seconds, found, answers = _watched(model, prompts, options)
         watched.append(seconds)
-        for kind in KINDS if repeat else ():
+        for kind in KINDS:
             spent[kind] += found[kind]
-    shares = {kind: spent[kind] / sum(watched[1:]) for kind in KINDS}
+    shares = {kind: spent[kind] / sum(watched) for kind in KINDS}
     return {
         "n": len(prompts),
         "tokens": sum(one.num_tokens for one in answers),
         "nfe": sum(one.nfe for one in answers),
-        "wall_s": statistics.median(plain[1:]),
-        "overhead": sum(watched[1:]) / sum(plain[1:]),
+        "wall_s": statistics.median(plain),
+        "overhead": sum(watched) / sum(plain),
         "shares": shares | {REST: 1 - sum(shares.values())},
     }
 

@@ -7,14 +7,12 @@ what it is told to do: which fields a request may have, and how the tokens are f
 import asyncio
 import json
 import logging
-import reprlib
 import secrets
 import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,89 +29,18 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState, Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from setblock.generation import Generation, Options, Reveal, settings_for, stream
+from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
+from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.model import Model
 
 logger = logging.getLogger(__name__)
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-# Fields of a request that are options of `setblock.generate` as they are, and their values.
-OPTIONS = {
-    **dict.fromkeys(("temperature", "top_p", "fallback"), "a number"),
-    **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds"), "an integer"),
-    **dict.fromkeys(("mode", "solver", "draft"), "a text"),
-    **dict.fromkeys(("next_token_seed", "ignore_eos"), "true or false"),
-    "stop": "a text or a list of texts",
-}
-# Other fields of both protocols that are taken.
-TAKEN = {
-    "model": "a text",
-    "stream": "true or false",
-    "stream_options": "an object",
-    "return_token_ids": "true or false",
-    "max_tokens": "an integer",
-    "max_completion_tokens": "an integer",
-}
-KINDS: dict[str, tuple[type, ...]] = {
-    "a number": (int, float),
-    "an integer": (int,),
-    "a text": (str,),
-    "true or false": (bool,),
-    "a text or a list of texts": (str, list),
-    "an object": (dict,),
-    "a list of messages": (list,),
-}
-# Fields that are taken with a value that asks for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,),
-}  # fmt: skip
-LARGEST = 2**63  # integers are below it, as seeds are
-# What may still become a stop text is looked for at every length of every one of them.
-MOST_STOPS, LONGEST_STOP = 16, 1_000
-
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 100
-shown = SHORT.repr
-
 # What a handler passes to a chat template besides the request's chat_template_kwargs.
 FROM_HANDLER = (
     "tools", "return_tensors", "return_dict", "tokenize", "add_generation_prompt",
     "load_audio_from_video",
 )  # fmt: skip
-
-
-class Refused(Exception):
-    """A request that can't be answered: why, the field if it is one, and the HTTP status."""
-
-    def __init__(self, field: str | None, why: str, status: int = 400) -> None:
-        if field and not (field.isprintable() and len(field) <= 100):
-            field = shown(field)
-        super().__init__(f"{field} {why}" if field else why)
-        self.field, self.status = field, status
-
-
-@dataclass
-class Asked:
-    """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
-    an answer is there: an answer as long as that ended for its length."""
-
-    options: Options
-    limit: int | None
-    return_token_ids: bool
-    fields: frozenset[str]
-    max_new_tokens: int | None = None
-
-    @property
-    def prompt(self) -> str:
-        """The field with the prompt."""
-        return "prompt" if "prompt" in self.fields else "messages"
-
-    @property
-    def limited_by(self) -> str:
-        """The field with the limit."""
-        return "max_completion_tokens" if "max_completion_tokens" in self.fields else "max_tokens"
 
 
 class Served:
@@ -279,7 +206,8 @@ class Engine(GenerateManager):
                         f"must leave room for {block} in the model's context of {context} tokens, "
                         f"got {len(ids)} tokens",
                     )
-            return iter(stream(self.model, [ids], **{**asked.options, "max_new_tokens": limit}))
+            options: Any = {**asked.options, "max_new_tokens": limit}
+            return iter(stream(self.model, [ids], **options))
         except (ValueError, TypeError) as error:
             message = str(error).replace("max_new_tokens", asked.limited_by)
             if message.startswith("prompt 0 "):  # the only one
@@ -355,18 +283,7 @@ class Answers:
     def _validate_request(self, body: dict[str, Any]) -> None:
         for name in [name for name, value in body.items() if value is None]:
             del body[name]  # as if it was not there
-        kinds = {**OPTIONS, **TAKEN, **self.fields}
-        for name, value in body.items():
-            if name in kinds:
-                _check_value(name, value, kinds[name])
-            elif name not in NEUTRAL:
-                raise Refused(name, "is not supported")
-            elif not any(_same(value, one) for one in NEUTRAL[name]):
-                raise Refused(
-                    name, f"is not supported, only {NEUTRAL[name][0]!r}; got {shown(value)}"
-                )
-        _check_stop(body.get("stop", []))
-        _check_stream_options(body)
+        check(body, self.fields)
         self.check(body)
         for name in ("max_tokens", "max_completion_tokens"):
             if body.get(name, 1) < 1:
@@ -425,7 +342,7 @@ class Chat(Answers, ChatCompletionHandler):
                 f"must be at most {context}, the tokens of the context, got {len(messages)}",
             )
         for index, message in enumerate(messages):
-            _check_message(f"messages[{index}]", message)
+            check_message(f"messages[{index}]", message)
         for name in body.get("chat_template_kwargs", {}):
             if name in self.model_manager.reserved:
                 raise Refused(
@@ -452,7 +369,7 @@ class Chat(Answers, ChatCompletionHandler):
             found += [message["role"], " ".join(parts)]
         return {
             "messages": found,
-            "chat_template_kwargs": [_json(body.get("chat_template_kwargs"))],
+            "chat_template_kwargs": [as_json(body.get("chat_template_kwargs"))],
         }
 
 
@@ -540,68 +457,3 @@ async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
         if 'data: {"error"' in event:  # never a text's, whose quotes are escaped
             break
     yield "data: [DONE]\n\n"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _check_value(name: str, value: Any, kind: str) -> None:
-    """Type, size, and whether its texts are texts."""
-    if type(value) not in KINDS[kind]:
-        raise Refused(name, f"must be {kind}, got {shown(value)}")
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        raise Refused(name, f"must be {kind} below 2**63, got {shown(value)}")
-    try:
-        _json(value).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise Refused(name, f"must be Unicode text, got the lone surrogate {half!r}") from None
-    except RecursionError:
-        raise Refused(name, f"must be {kind}, got one that is nested too deeply") from None
-
-
-def _check_stop(stop: Any) -> None:
-    stops = [stop] if isinstance(stop, str) else stop
-    longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
-    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
-        got = f"{len(stops)} texts" if len(stops) > MOST_STOPS else f"one of {longest} characters"
-        raise Refused(
-            "stop",
-            f"may be {MOST_STOPS} texts of at most {LONGEST_STOP} characters each, got {got}",
-        )
-
-
-def _check_stream_options(body: dict[str, Any]) -> None:
-    options = body.get("stream_options", {})
-    if unknown := set(options) - {"include_usage"}:
-        raise Refused("stream_options", f"may hold include_usage, got {shown(min(unknown))}")
-    if type(usage := options.get("include_usage", False)) is not bool:
-        raise Refused("stream_options.include_usage", f"must be true or false, got {shown(usage)}")
-    if "stream_options" in body and not body.get("stream"):
-        raise Refused("stream_options", f"is for stream true, got {shown(options)} without it")
-
-
-def _check_message(place: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise Refused(place, "must be an object with role and content")
-    if unknown := set(message) - {"role", "content"}:
-        raise Refused(f"{place}.{min(unknown)}", "is not supported, only role and content")
-    if not isinstance(message.get("role"), str):
-        raise Refused(f"{place}.role", "must be a text")
-    content = message.get("content")
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list) or not all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        raise Refused(f"{place}.content", "must be a text or a list of parts of type text")
-    for index, part in enumerate(content):
-        if unknown := set(part) - {"type", "text"}:
-            name = f"{place}.content[{index}].{min(unknown)}"
-            raise Refused(name, "is not supported, only type and text")

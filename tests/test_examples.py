@@ -143,3 +143,44 @@ def test_train_cost(checkpoint, tmp_path, row):
     for line in lines:
         assert line["ratio"] == pytest.approx(line["step_s"] / lines[0]["step_s"])
         assert line["peak_bytes"] > 1e8
+
+
+def test_the_gpu_benchmark(tmp_path):
+    """As it would run on a GPU, at a tiny shape."""
+    path = tmp_path / "record.json"
+    words = [
+        "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--queries", 1, "--queries", 16,
+        "--queries", 32, "--cached", 8, "--cached", 64, "--rows", 1, "--rows", 2, "--prompt", 24,
+        "--new-tokens", 16, "--repeats", 1, "--copy-bytes", 4096, "--out", path,
+    ]  # fmt: skip
+    assert "Speed-up for so many tokens per forward" in run("gpu_benchmark.py", *words)
+    record = json.loads(path.read_text())
+    cells = [(one["batch_size"], one["cached"], one["queries"]) for one in record["forwards"]]
+    assert cells == [(b, n, q) for b in (1, 2) for n in (8, 64) for q in (1, 16, 32)]
+    assert len(record["bandwidth"]) == len(record["speedups"]) == 4
+    whole = {one["contender"]: one for one in record["answers"]}
+    assert {name: one.get("tokens_per_forward") for name, one in whole.items() if "sbd f" in name} == {
+        "sbd fixed:1": 1, "sbd fixed:2": 2, "sbd fixed:4": 4, "sbd fixed:8": 8
+    }  # fmt: skip
+    assert whole["ntp"]["tokens"] == whole["transformers"]["tokens"] == 16
+    assert sum(whole["shares of sbd"]["shares"].values()) == pytest.approx(1)
+    # t tokens per forward: a block's first forward of 32 tokens, and 16 / t - 1 of 16.
+    first = {one["queries"]: one["seconds"] for one in record["forwards"][:3]}
+    expected = 16 * first[1] / (first[32] + 3 * first[16])
+    assert record["speedups"][0]["speedup"]["4"] == pytest.approx(expected)
+    assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
+
+
+def test_the_gpu_benchmark_by_compiled_forwards(monkeypatch):
+    """Typed here; what is compiled is tested by itself."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    gpu_benchmark = importlib.import_module("gpu_benchmark")
+    told = []
+    monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model: told.append(model))
+    app = typer.Typer()
+    app.command()(gpu_benchmark.main)
+    few = ["--shape", "tiny", "--device", "cpu", "--queries", "1", "--cached", "0", "--rows", "1"]
+    few += ["--prompt", "4", "--new-tokens", "2", "--repeats", "1", "--copy-bytes", "64"]
+    result = CliRunner().invoke(app, [*few, "--dtype", "float32", "--compile"])
+    assert result.exit_code == 0, result.output
+    assert len(told) == 1

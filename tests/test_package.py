@@ -25,6 +25,7 @@ LEVELS = (
         "records",
         "scores",
         "checkpoint",
+        "fields",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks"),
     ("mask_token", "batches", "totals", "plan", "vllm"),

@@ -116,3 +116,22 @@ def test_next_token_requests_say_nothing_of_drafts():
 def test_one_width_is_no_choice():
     widths = Widths((1,))
     assert {widths.choose(running, running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {1}
+
+
+def test_a_new_load_goes_by_the_nearest_one():
+    server = Server(HEAVY, YIELDS, 40)
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    server.run(widths, 100 * STEPS)
+    assert server.used[-1] == 1
+    far = Server(LIGHT, YIELDS, 1)
+    far.now = server.now
+    widths.clock = lambda: far.now
+    far.run(widths, STEPS)
+    assert set(far.used) == {1}, "as the only other one"
+    far.run(widths, 2000 * STEPS)
+    assert max(set(far.used), key=far.used.count) == 16, "until it knows better"
+    between = Server(HEAVY, YIELDS, 20)
+    between.now = far.now
+    widths.clock = lambda: between.now
+    between.run(widths, STEPS)
+    assert set(between.used) == {1}

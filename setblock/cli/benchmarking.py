@@ -191,7 +191,7 @@ def profile(
     model_name: ModelName,
     task: TaskOption = None,
     data: DataOption = None,
-    limit: Annotated[int, typer.Option(help="Prompts, answered one by one.")] = 5,
+    limit: Annotated[int, typer.Option(help="Prompts, answered one by one.")] = 3,
     prompt_length: Annotated[
         int | None,
         typer.Option(
@@ -199,7 +199,7 @@ def profile(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds, after one that warms up.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 2,
     mode: Annotated[
         list[Mode] | None, typer.Option(help="May be given again. Default: all three.")
     ] = None,

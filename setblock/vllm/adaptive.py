@@ -6,6 +6,7 @@ to the best, and tries the others so rarely that all trials together lose at mos
 time. `scheduler` asks it at every step.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +35,11 @@ class Yield:
 class Load:
     """The widths under one load, and the window of the one at hand.
 
-    steps: below 0 while a change of width settles.
+    first: of them, the one to begin with. steps: below 0 while a change of width settles.
     """
 
     yields: dict[int, Yield]
+    first: int
     width: int = 0
     steps: int = 0
     tokens: int = 0
@@ -73,12 +75,23 @@ class Load:
         return self.width
 
     def _best(self, now: float) -> int:
-        untried = [width for width, one in self.yields.items() if not one.seconds]
-        if untried:
-            return max(untried)
-        best = max(self.yields, key=lambda width: self.yields[width].rate)
+        best = self.best()
+        if not self.yields[best].seconds:
+            return best
         due = [width for width, one in self.yields.items() if width != best and one.due <= now]
-        return min(due, key=lambda width: self.yields[width].due) if due else best
+        return min(due, key=lambda width: (self.yields[width].due, -width)) if due else best
+
+    def best(self) -> int:
+        """The width that yields most, as far as is known."""
+        tried = [width for width, one in self.yields.items() if one.seconds]
+        return max(tried, key=lambda width: self.yields[width].rate, default=self.first)
+
+    def heir(self) -> "Load":
+        """A load of which nothing is known but that it resembles this one: it begins with this
+        one's best width, and tries each of the others when this one would.
+        """
+        yields = {width: Yield(due=one.due) for width, one in self.yields.items()}
+        return Load(yields, self.best())
 
 
 @dataclass
@@ -86,7 +99,8 @@ class Widths:
     """Chooses a width for every step, under each load for itself.
 
     widths: to choose from; the widest is tried first. Loads are told apart by powers of two, of the
-    requests that run and of those among them that draft at all.
+    requests that run and of those among them that draft at all; a new one goes by what is known of
+    the nearest.
     """
 
     widths: Sequence[int]
@@ -106,7 +120,9 @@ class Widths:
             return max(self.widths)
         key = running.bit_length(), drafting.bit_length()
         if key not in self.loads:
-            self.loads[key] = Load({width: Yield() for width in self.widths})
+            near = min(self.loads, key=lambda one: math.dist(one, key), default=None)
+            untold = Load({width: Yield() for width in self.widths}, max(self.widths))
+            self.loads[key] = untold if near is None else self.loads[near].heir()
         self._current = self.loads[key]
         return self._current.choose(now)
 

@@ -1,0 +1,210 @@
+"""The wall clock of decoding at the shape of Llama-3.1-8B, random weights: the table that the paper
+predicted and did not measure.
+
+    python examples/gpu_benchmark.py --out benchmarks/records/gpu-llama-8b.json
+
+Forwards of 1 to 272 query tokens behind 128 to 32,768 cached ones, for 1 to 32 rows, beside the
+roofline; the bandwidth that a forward of one token reaches as a share of what a copy reaches; the
+speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
+fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
+it. Without a GPU, `--shape tiny` runs the same script in a minute.
+"""
+
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from setblock import benchmark, contenders, machines, profiling
+from setblock.loading import load
+from setblock.model import Model
+from setblock.plan import beside_measured
+from setblock.records import new_record, save_record
+from setblock.roofline import DISPATCH_S
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+RATES = range(2, 9)  # tokens per forward
+BLOCK = 16
+console = Console()
+
+
+def random_model(shape: str, context: int, device: str, dtype: str, compile: bool) -> Model:
+    """A model of that shape; its tokenizer, the bundled one, has no part in what is measured."""
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=context)
+    with torch.device(device):
+        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    tokenizer = load("nano", device="cpu").tokenizer
+    model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
+    model.eos_token_ids = frozenset()  # answers are as long as they may be
+    if compile:
+        model.compile()
+    return model
+
+
+def copy_bandwidth(model: Model, size: int) -> float:
+    """Bytes a second, read and written, of a copy of `size` bytes; the median of ten."""
+    source = torch.empty(size, dtype=torch.uint8, device=model.device)
+    target = torch.empty_like(source)
+
+    def seconds() -> float:
+        begin = contenders.now(model)
+        target.copy_(source)
+        return contenders.now(model) - begin
+
+    return 2 * size / statistics.median([seconds() for _ in range(11)][1:])
+
+
+def room_for(model: Model, rows: int, cached: int, queries: int) -> bool:
+    """Whether cache, mask and logits of such a forward fit into what a GPU has free."""
+    if model.device.type != "cuda":
+        return True
+    sizes = machines.dimensions_of(model.network.config)
+    cache = 2 * sizes.layers * sizes.cache * (cached + queries) * model.dtype.itemsize
+    logits = 3 * queries * model.vocab_size * 4
+    mask = queries * (cached + queries) * (1 + model.dtype.itemsize)
+    return rows * (cache + logits + mask) < 0.9 * torch.cuda.mem_get_info(model.device)[0]
+
+
+def forwards(
+    model: Model, rows: list[int], cached: list[int], queries: list[int], repeats: int
+) -> list[dict[str, Any]]:
+    """A line for each forward that fits, beside the roofline's."""
+    lines: list[dict[str, Any]] = []
+    for batch in rows:
+        for length in cached:
+            fit = [count for count in queries if room_for(model, batch, length, count)]
+            if fit:
+                lines += benchmark.forward_costs(model, [length], fit, batch, repeats)
+                console.print(f"{batch} rows behind {length} tokens: {lines[-1]['seconds']:.4f} s")
+    machine = machines.device_of(model.device, model.dtype)
+    return beside_measured(machines.dimensions_of(model.network.config), machine, lines, DISPATCH_S)
+
+
+def reached(model: Model, lines: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
+    """Of forwards of one token: bytes that must be read a second, as a share of the copy's."""
+    sizes = machines.dimensions_of(model.network.config)
+    weights = sum(one.numel() * one.itemsize for one in model.network.parameters())
+    found = []
+    for line in lines:
+        if line["queries"] == 1:
+            cache = 2 * sizes.layers * sizes.cache * line["cached"] * model.dtype.itemsize
+            rate = (weights + line["batch_size"] * cache) / line["seconds"]
+            names = ("batch_size", "cached")
+            found.append({**{name: line[name] for name in names}, "share_of_copy": rate / copy})
+    return found
+
+
+def speedups(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What so many tokens per forward gain: of a block's forwards the first takes two blocks."""
+    found = []
+    for key in dict.fromkeys((line["batch_size"], line["cached"]) for line in lines):
+        here = {
+            line["queries"]: line["seconds"]
+            for line in lines
+            if (line["batch_size"], line["cached"]) == key
+        }
+        if {1, BLOCK, 2 * BLOCK} <= set(here):
+            later = here[BLOCK]
+            gains = {
+                str(rate): BLOCK * here[1] / (here[2 * BLOCK] + (BLOCK / rate - 1) * later)
+                for rate in RATES
+            }
+            found.append({"batch_size": key[0], "cached": key[1], "speedup": gains})
+    return found
+
+
+def answers(model: Model, cached: list[int], tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Whole answers behind such prompts: 1, 2, 4 and 8 tokens per forward, and where time goes."""
+    lines = []
+    for length in cached:
+        prompt = [5 + place % 200 for place in range(length)]
+        running = {"ntp": contenders.ours(mode="ntp")}
+        for rate in (1, 2, 4, 8):
+            options: dict[str, Any] = {"solver": f"fixed:{rate}", "block_size": BLOCK}
+            running[f"sbd fixed:{rate}"] = contenders.ours(mode="sbd", **options)
+        running["transformers"] = contenders.transformers_generate()
+        if model.device.type == "cuda":
+            running["transformers static"] = contenders.transformers_generate(
+                cache_implementation="static"
+            )
+        lines += benchmark.compare(model, [prompt], 1, tokens, repeats, running)
+        for name, options in (
+            ("ntp", {"mode": "ntp"}),
+            ("sbd", {"mode": "sbd", "solver": "fixed:4", "block_size": BLOCK}),
+        ):
+            found = profiling.profiled(
+                model, [prompt], 1, max_new_tokens=tokens, ignore_eos=True, **options
+            )
+            lines.append({"contender": f"shares of {name}", "prompt_tokens": length, **found})
+    return lines
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "llama-3.1-8b",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    compile: Annotated[bool, typer.Option("--compile", help="By torch.compile.")] = False,
+    queries: Annotated[list[int] | None, typer.Option(help="Query tokens; again.")] = None,
+    cached: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; again.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows; again.")] = None,
+    prompt: Annotated[
+        list[int] | None, typer.Option(help="Prompts of the whole answers, in tokens; again.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Of a whole answer.")] = 128,
+    repeats: Annotated[int, typer.Option(help="After one that warms up.")] = 5,
+    copy_bytes: Annotated[int, typer.Option(help="Of the copy.")] = 4 * 2**30,
+    out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+) -> None:
+    """Measure forwards and whole answers of a random model."""
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+    widths = queries or [1, 8, 16, 32, 64, 128, 272]
+    lengths, batches = cached or [128, 1024, 8192, 32768], rows or [1, 4, 8, 16, 32]
+    prompts = prompt or [1024, 8192]
+    context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
+    model = random_model(shape, context, device, dtype, compile)
+    record = new_record()
+    record |= {"dtype": dtype, "compile": compile, "repeats": repeats}
+    record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
+    record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
+    console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")
+    record["answers"] = answers(model, prompts, new_tokens, repeats)
+    for line in record["answers"]:
+        if line.get("speedup"):
+            console.print(
+                f"{line['contender']} behind {line['prompt_tokens']:.0f}: {line['speedup']:.2f}x"
+            )
+    record["forwards"] = forwards(model, batches, lengths, widths, repeats)
+    record["bandwidth"] = reached(model, record["forwards"], copy)
+    record["speedups"] = speedups(record["forwards"])
+    if device == "cuda":
+        record["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if out is not None:
+        save_record(record, out)
+    table = Table(title="Speed-up for so many tokens per forward, blocks of 16")
+    for name in ("rows", "cached", *map(str, RATES)):
+        table.add_column(name, justify="right")
+    for line in record["speedups"]:
+        gains = (f"{gain:.2f}" for gain in line["speedup"].values())
+        table.add_row(str(line["batch_size"]), str(line["cached"]), *gains)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
