@@ -77,7 +77,7 @@ class TableModel(Model):
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.adapted = False
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
-        self.acceptance = ACCEPTANCE
+        self.acceptance, self.watch = ACCEPTANCE, None
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []
 

@@ -371,7 +371,7 @@ def test_defaults_come_from_the_checkpoint(run, checkpoint):
     assert (answer["solver"], answer["block_size"]) == ("fixed:2", 5)
     options = [
         "--mode", "sbd", "--solver", "prefix:0.5", "--block-size", "4", "--dtype", "float32",
-        "--device", "cpu", "--mask-token-id", "9",
+        "--device", "cpu", "--mask-token-id", "9", "--compile", "off",
     ]  # fmt: skip
     answer = run("generate", *words, *options).json
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "prefix:0.5", 4)

@@ -272,7 +272,7 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
 # Which test file types the options of a command.
 FILES = {
     **dict.fromkeys(("generate", "info", "demo"), "test_cli_answering.py"),
-    **dict.fromkeys(("evaluate", "benchmark"), "test_cli_measuring.py"),
+    **dict.fromkeys(("evaluate", "benchmark", "profile"), "test_cli_measuring.py"),
     **dict.fromkeys(("train", "merge"), "test_finetune.py"),
     "roofline": "test_cli_planning.py",
     "plan": "test_plan.py",

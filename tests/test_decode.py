@@ -261,8 +261,9 @@ def test_rows_that_have_finished_cost_nothing(mode, solver):
     model = TableModel.random(seed=4)
     rows = [[3 + i % 9] * (1 + i % 4) for i in range(8)]
     results = generate(
-        model, rows, mode=mode, solver=solver, block_size=6, max_new_tokens=29, temperature=4.0
-    )
+        model, rows, mode=mode, solver=solver, block_size=6, max_new_tokens=29, temperature=4.0,
+        seed=3,
+    )  # fmt: skip
     lengths = [result.nfe for result in results]
     assert len(set(lengths)) > 2, "the rows end together: nothing is tested"
     # The prompt's forward counts in next-token decoding only, where it yields a token.
