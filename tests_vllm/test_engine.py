@@ -210,10 +210,10 @@ def test_blocks_at_the_end_of_the_context(engine, model):
 
 
 def test_without_a_seed_every_request_has_its_own(engine, model):
-    [ids] = prompts(model("nano"), 1)
-    params = SamplingParams(temperature=1.5, max_tokens=40)  # one for all of them
+    [ids] = prompts(model("llama"), 1)  # a random network, unsure of every token
+    params = SamplingParams(temperature=1.0, max_tokens=40)  # one for all of them
     texts = [{"prompt_token_ids": list(ids)}] * 8
-    found = engine("nano").generate(texts, params, use_tqdm=False)
+    found = engine("llama").generate(texts, params, use_tqdm=False)
     assert len({tuple(one.outputs[0].token_ids) for one in found}) > 4
 
 
