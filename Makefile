@@ -56,7 +56,7 @@ $(VLLM)/.ready: pyproject.toml
 		print(*(str(one).split(";")[0] for one in all if one.name not in $(WITHOUT) \
 		and (not one.marker or one.marker.evaluate({"extra": ""}))), sep="\n")' > $(VLLM)/requirements.txt
 	$(PIP) --requirement $(VLLM)/requirements.txt
-	$(PIP) --editable ".[serve]" pytest
+	$(PIP) --editable ".[serve]" "peft>=0.21" pytest
 	touch $@
 
 # The plugin in a real engine.

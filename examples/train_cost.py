@@ -23,9 +23,10 @@ from datasets import Dataset
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import adapters
+from setblock import adapters, objective
 from setblock.config import SBDConfig
 from setblock.loading import load
+from setblock.masks import flex_block_mask
 from setblock.records import new_record, save_record
 from setblock.train import SBDTrainer
 
@@ -91,6 +92,26 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
     return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak}
 
 
+def mask_seconds(length: int, seed: int, times: int = 5) -> float:
+    """Median time that the BlockMask of such a row's view takes, which every batch makes anew."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(100, (1, length), generator=generator)
+    labels = tokens.clone()
+    labels[:, : length // 2] = objective.IGNORE
+    position = torch.arange(length)[None]
+    seconds = []
+    for repeat in range(times):
+        _, masked = objective.draw_noise(seed, repeat, 0, length)
+        size = objective.draw_block_size(seed, repeat)
+        places = (position, torch.zeros_like(position))
+        view = objective.noisy_view(tokens, labels, *places, masked[None], size, 0)
+        layout = objective.drop_idle_blocks(view).layout
+        begin = time.perf_counter()
+        flex_block_mask(layout, layout)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
 def main(
     model: Annotated[str, typer.Option(help="MODEL, as for `setblock train`.")],
     lengths: Annotated[str, typer.Option(help="Tokens of a row, half of them prompt.")] = "256,512",
@@ -131,6 +152,10 @@ def main(
                 "peak_bytes": max(result["peak_bytes"] for result in results),
             }
         )
+    for length in map(int, lengths.split(",")):
+        seconds = mask_seconds(length, seed)
+        record["results"].append({"row": "BlockMask", "length": length, "seconds": seconds})
+        print("BlockMask", length, f"{seconds:.4f} s", flush=True)
     save_record(record, out)
 
 

@@ -76,8 +76,23 @@ class Gate:
     noisy: torch.Tensor | None = None
 
 
+class Addition(torch.nn.Module):
+    """What an adapter adds to the output of a linear layer: a product of two thin matrices."""
+
+    def __init__(self, layer: Any, adapter: str) -> None:
+        super().__init__()
+        self.scaling = layer.scaling[adapter]
+        kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
+        kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
+        self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        more = self.up(self.down(hidden.to(self.down.weight.dtype))) * self.scaling
+        return more.to(hidden.dtype)
+
+
 class GatedLinear(torch.nn.Module):
-    """A linear layer with a low-rank addition for the tokens that its gate names.
+    """A linear layer with an addition for the tokens that its gate names.
 
     What peft's own layer computes, without its work for each row and layer of a forward; clean
     tokens get what the layer itself says.
@@ -85,17 +100,28 @@ class GatedLinear(torch.nn.Module):
 
     def __init__(self, layer: Any, gate: Gate, adapter: str) -> None:
         super().__init__()
-        self.base, self.gate, self.scaling = layer.base_layer, gate, layer.scaling[adapter]
-        kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
-        kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
-        self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
+        self.base, self.gate, self.addition = layer.base_layer, gate, Addition(layer, adapter)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result = self.base(hidden)
         if self.gate.noisy is None:
             return result
-        more = self.up(self.down(hidden.to(self.down.weight.dtype))) * self.scaling
-        return torch.where(self.gate.noisy, result + more.to(result.dtype), result)
+        return torch.where(self.gate.noisy, result + self.addition(hidden), result)
+
+
+class MaskEmbedding(torch.nn.Module):
+    """A hook for an embedding layer: the mask token's row that an adapter has trained."""
+
+    trained: torch.Tensor
+
+    def __init__(self, mask_token_id: int, trained: torch.Tensor) -> None:
+        super().__init__()
+        self.mask_token_id = mask_token_id
+        self.register_buffer("trained", trained, persistent=False)
+
+    def forward(self, layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        masked = args[0] == self.mask_token_id
+        return torch.where(masked[..., None], self.trained.to(output), output)
 
 
 def is_gated(network: Any) -> bool:
@@ -153,12 +179,9 @@ def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> 
     wrapper: Any = network.get_input_embeddings()
     [trained] = wrapper.token_adapter.trainable_tokens_delta[adapted.active_adapter].detach()
     embedding = unwrapped(wrapper)
-
-    def put_in_mask(module: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return torch.where((args[0] == mask_token_id)[..., None], trained.to(output), output)
-
     network.set_input_embeddings(embedding)
-    embedding.register_forward_hook(put_in_mask)
+    network.setblock_mask = MaskEmbedding(mask_token_id, trained)
+    embedding.register_forward_hook(network.setblock_mask)
     head: Any = network.get_output_embeddings()
     if network.config.tie_word_embeddings:
         network.set_output_embeddings(unwrapped(head))

@@ -68,11 +68,11 @@ def _load(
         return _load_whole(name, source, origin, {}, dtype, device, mask_token_id, four_bit)
     try:
         settings = checked_settings(read_settings(source))
-        base_name = _base_of(source)
+        base_name = base_of(source)
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     if base_name is None:
         return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
     try:
@@ -85,7 +85,7 @@ def _load(
     try:
         network = adapters.put_on(base.network, source, base.mask_token_id)
     except LOAD_ERRORS as error:
-        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     settings["mask_token_id"] = base.mask_token_id
     model = Model(network, base.tokenizer, name, settings=settings)
     model.adapted = True
@@ -124,7 +124,7 @@ def _load_whole(
         # The tokenizers library raises the bare class for broken contents.
         if not isinstance(error, LOAD_ERRORS) and type(error) is not Exception:
             raise
-        raise ModelError(f"can't load {name!r}: {_one_line(error)}") from error
+        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         tied = missing == ["lm_head.weight"]
         remedy = "; if it is its input embedding, set tie_word_embeddings to true in config.json"
@@ -149,7 +149,7 @@ def _shares_embedding(network: PreTrainedModel) -> bool:
     return head is None or rows_of(head).data_ptr() == rows_of(embedding).data_ptr()
 
 
-def _base_of(source: str) -> str | None:
+def base_of(source: str) -> str | None:
     """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
     path = cached_file(source, adapters.CONFIG, _raise_exceptions_for_missing_entries=False)
     return json.loads(Path(path).read_text())["base_model_name_or_path"] if path else None
@@ -181,7 +181,7 @@ def _device(device: str | torch.device | None) -> torch.device:
             raise ModelError("device 'meta' holds no values; use cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
-        raise ModelError(f"device {str(device)!r} can't be used: {_one_line(error)}") from error
+        raise ModelError(f"device {str(device)!r} can't be used: {one_line(error)}") from error
     return torch.device(device)
 
 
@@ -229,6 +229,6 @@ def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrain
     return network
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = f"no {error}" if isinstance(error, KeyError) else str(error)
     return " ".join(text.split())[:300]

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -601,7 +602,9 @@ def test_two_ranks_are_one(tmp_path):
 
 
 def shard_on_this_rank(folder):
-    """The gradients of one step of a network that FSDP2 has cut up, half of the rows a rank."""
+    """Three steps of a network that FSDP2 has cut up, half of the rows a rank: the first one's
+    gradients, the weights behind the last, and the losses.
+    """
     run = trainer(
         folder,
         net=two_layers(),
@@ -617,17 +620,30 @@ def shard_on_this_rank(folder):
             fully_shard(layer)
         fully_shard(network)
     loader = run.accelerator.prepare(run.get_train_dataloader()) if sharded else None
-    batches, count = run.get_batch_samples(
-        iter(loader or run.get_train_dataloader()), 1, torch.device("cpu")
-    )
+    loader = loader or run.get_train_dataloader()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     network.train()
-    run.compute_loss(network, batches[0], num_items_in_batch=count).backward()
-    gradients = {
-        name: (weight.grad.full_tensor() if sharded else weight.grad).tolist()
-        for name, weight in network.named_parameters()
+    record = {}
+    for step in range(3):
+        run.state.global_step, run.state.epoch = step, step
+        [batch], count = run.get_batch_samples(iter(loader), 1, torch.device("cpu"))
+        loss = run.compute_loss(network, batch, num_items_in_batch=count)
+        loss.backward()
+        losses = run.accelerator.gather(loss.detach().reshape(1))
+        record[f"loss {step}"] = losses.mean().item()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        if step == 0:
+            record |= {f"gradient of {name}": of.grad for name, of in network.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    record |= network.state_dict()
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+        for name, value in record.items()
     }
     if run.accelerator.is_main_process:
-        (folder / "record.json").write_text(json.dumps(gradients))
+        values = {name: value.tolist() for name, value in whole.items()}
+        (folder / "record.json").write_text(json.dumps(values))
     run.leave()
 
 

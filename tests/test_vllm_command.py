@@ -105,11 +105,26 @@ def test_models_that_vllm_can_not_serve(run, ran, checkpoint, tmp_path):
     )
     windows = checkpoint("mistral-window")
     assert "has sliding-window" in run("serve", windows, "--engine", "vllm").error
-    folder = shutil.copytree(checkpoint("llama"), tmp_path / "adapter")
-    (folder / "adapter_config.json").write_text("{}")
-    assert "is an adapter: fold it in first" in run("serve", folder, "--engine", "vllm").error
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    broken = run("serve", tmp_path / "adapter", "--engine", "vllm").error
+    assert "adapter': no 'base_model_name_or_path'" in broken
     assert "no model 'nowhere/at-all'" in run("serve", "nowhere/at-all", "--engine", "vllm").error
     assert not ran
+
+
+def test_an_adapter_is_put_on_its_base(run, ran, checkpoint, tmp_path):
+    base, folder = checkpoint("llama"), tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    write_settings(folder, mask_token_id=7, trained=True, block_size=4, mode="verified")
+    run("serve", folder, "--engine", "vllm")
+    assert after(ran[0], "--model") == str(base)
+    assert after(ran[0], "--served-model-name") == str(folder)
+    overrides = json.loads(after(ran[0], "--hf-overrides"))
+    assert (overrides["mask_token_id"], overrides["canvas_length"]) == (7, 4)
+    own = {"mode": "verified", "solver": "entropy:0.1", "adapter": str(folder.resolve())}
+    assert overrides["setblock"] == own
 
 
 def test_without_vllm(run, monkeypatch):

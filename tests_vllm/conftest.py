@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
+from setblock.adapters import attach
 from setblock.checkpoint import BUNDLED, write_settings
 from setblock.loading import load
 from setblock.model import Model
@@ -48,21 +49,36 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Callable[[str], Path]:
-    """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer."""
+    """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer. "gated:llama" and
+    "lora:llama" are random adapters on a random base.
+    """
     made: dict[str, Path] = {"nano": BUNDLED["nano"]}
 
     def get(kind: str) -> Path:
-        if kind not in made:
-            place = tmp_path_factory.mktemp(kind)
-            torch.manual_seed(0)
+        if kind in made:
+            return made[kind]
+        method, _, base = kind.rpartition(":")
+        place = made[kind] = tmp_path_factory.mktemp(kind.replace(":", "-"))
+        torch.manual_seed(0)
+        if method:
+            _write_adapter(place, get(base), method)
+        else:
             config = KINDS[kind]
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
             load("nano").tokenizer.save_pretrained(place)
-            write_settings(place, mask_token_id=3, trained=True, block_size=16)
-            made[kind] = place
-        return made[kind]
+        write_settings(place, mask_token_id=3, trained=True, block_size=16)
+        return place
 
     return get
+
+
+def _write_adapter(place: Path, base: Path, method: str) -> None:
+    model = load(str(base), dtype="float32")
+    adapted = attach(model.network, str(base), method, 3, 4, 8)
+    for weight in adapted.parameters():
+        if weight.requires_grad:  # as made, what an adapter adds is nothing
+            torch.nn.init.normal_(weight, std=0.2)
+    adapted.save_pretrained(str(place))
 
 
 @pytest.fixture(scope="session")
@@ -95,18 +111,21 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
         key = repr((kind, sorted(settings.items())))
         if key not in running:
             stop()
-            config = transformers.AutoConfig.from_pretrained(folder(kind))
+            method, _, base = kind.rpartition(":")
+            config = transformers.AutoConfig.from_pretrained(folder(base))
             overrides: dict[str, Any] = {
                 "architectures": [f"SetBlock{config.architectures[0]}"],
                 "setblock": {name: name in settings for name in ("adaptive", "fused")},
             }
+            if method:
+                overrides["setblock"]["adapter"] = str(folder(kind))
             fused = settings.pop("fused", False)
             settings.pop("adaptive", None)
             if fused:
                 settings["async_scheduling"] = False
             given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
             running[key] = LLM(
-                model=str(folder(kind)),
+                model=str(folder(base)),
                 dtype="float32",
                 enforce_eager=True,
                 disable_log_stats=False,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,17 @@ HERE = Path(__file__).parent
 PORT = 18765
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory) -> Iterator[str]:
+@contextmanager
+def serving(name: str, port: int, log: Path) -> Iterator[str]:
+    """The address of a server of this MODEL."""
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     env.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # serve says it
-    program = [str(Path(sys.executable).with_name("setblock")), "serve", "nano", "--engine", "vllm"]
-    words = ["--port", str(PORT), "--", "--enforce-eager", "--max-model-len", "512"]
-    log = tmp_path_factory.mktemp("server") / "log"
+    program = [str(Path(sys.executable).with_name("setblock")), "serve", name, "--engine", "vllm"]
+    words = ["--port", str(port), "--dtype", "float32"]
+    words += ["--", "--enforce-eager", "--max-model-len", "512"]
     with log.open("w") as file:
         process = subprocess.Popen([*program, *words], env=env, stdout=file, stderr=file)
-    place = f"http://127.0.0.1:{PORT}"
+    place = f"http://127.0.0.1:{port}"
     try:
         while True:
             assert process.poll() is None, log.read_text()[-3000:]
@@ -41,10 +42,17 @@ def address(tmp_path_factory) -> Iterator[str]:
                 break
             time.sleep(0.5)
         yield place
-        assert "Hello secret" not in log.read_text()
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving("nano", PORT, log) as place:
+        yield place
+        assert "Hello secret" not in log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +227,21 @@ def test_clients_that_leave_free_their_cache(address, client):
     assert metric(address, "vllm:num_requests_running") == 0
     assert metric(address, "vllm:kv_cache_usage_perc") == 0
     assert metric(address, "vllm:diffusion_num_committed_tokens_total") > 0
+
+
+@pytest.mark.parametrize("method", ["lora", "gated"])
+def test_an_adapter_is_served_by_its_name(folder, model, method, tmp_path):
+    kind = f"{method}:llama"
+    name = str(folder(kind))
+    ids = model(kind).encode(QUESTIONS[0], chat=True)
+    expected = generate(model(kind), [ids], max_new_tokens=40)[0]
+    with (
+        serving(name, PORT + 1, tmp_path / "log") as place,
+        openai.OpenAI(base_url=f"{place}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [one.id for one in client.models.list()] == [name]
+        more = {"return_token_ids": True}
+        answer = client.completions.create(
+            model=name, prompt=list(ids), temperature=0, max_tokens=40, extra_body=more
+        )
+    assert tuple(answer.choices[0].model_extra["token_ids"]) == expected.token_ids

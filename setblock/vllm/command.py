@@ -4,12 +4,12 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
+from setblock.loading import LOAD_ERRORS, base_of, lasting, one_line
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 
@@ -24,7 +24,7 @@ def command(
     adaptive: bool = False,
     fused: bool = False,
 ) -> list[str]:
-    """What to run. vLLM reads the checkpoint itself, so that only whole ones will do.
+    """What to run. vLLM reads a checkpoint itself, and of an adapter the base.
 
     settings: mode, solver, block_size, mask_token_id and dtype, where the checkpoint's own shall
     not hold.
@@ -36,15 +36,12 @@ def command(
     if find_spec("vllm") is None:
         raise ImportError("vLLM is not installed: pip install 'setblock[vllm]', or make vllm-env")
     place = str(BUNDLED.get(name, name))
-    if (Path(place) / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{name} is an adapter: fold it in first, with setblock merge. A gated one can't be "
-            "served: it acts on masked positions alone, and vLLM applies adapters to whole requests"
-        )
     try:
-        config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"no model {name!r}: {' '.join(str(error).split())[:200]}") from error
+        base = base_of(place)
+        whole = place if base is None else str(BUNDLED.get(base, base))
+        config = AutoConfig.from_pretrained(whole)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"no model {name!r}: {one_line(error)}") from error
     architecture = " and ".join(config.architectures or ["model of no named architecture"])
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{name} is a {architecture}; on vLLM only {any_of(ARCHITECTURES)} run")
@@ -63,10 +60,13 @@ def command(
             f"{name} names no mask token within its {config.vocab_size} tokens, got {mask}: give "
             "--mask-token-id, or export it first, which writes one into the checkpoint"
         )
-    parse(own.get("solver", "entropy:0.1"))
+    solver = own.get("solver", "entropy:0.1")
+    parse(solver)
     size = own.get("block_size", BLOCK_SIZE)
-    served = {key: own[key] for key in ("mode", "solver") if key in own}
+    # The settings of an adapter hold, and not those of its base, which vLLM would read.
+    served = {"mode": own.get("mode", "sbd"), "solver": solver}
     served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
+    served |= {"adapter": lasting(name)} if base is not None else {}
     words = {
         "--served-model-name": name,
         "--dtype": own.get("dtype", "auto"),
@@ -84,5 +84,5 @@ def command(
     }
     if fused:
         more = ["--no-async-scheduling", *more]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", whole]
     return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]

@@ -1,7 +1,9 @@
 """vLLM's own model classes, decoded by blocks."""
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.mistral import (  # pyright: ignore[reportMissingImports]
     MistralForCausalLM,
@@ -14,6 +16,9 @@ class Blocks:
     """In front of a model class: its requests are decoded by `state.BlockState`."""
 
     last_hidden: Any = None  # of the latest forward: the first token of verified decoding needs it
+    gate: Any = (
+        None  # of an adapter that acts on blocks alone: which tokens of a forward are theirs
+    )
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -21,8 +26,18 @@ class Blocks:
 
         return BlockState
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        from setblock.vllm.adapter import weights_and_gate
+
+        own: Any = self
+        if adapter := getattr(own.config, "setblock", {}).get("adapter"):
+            weights, self.gate = weights_and_gate(self, adapter)
+        return super().load_weights(weights)  # type: ignore[misc]
+
     def forward(self, *args: Any, **given: Any) -> Any:
         self.last_hidden = super().forward(*args, **given)  # type: ignore[misc]
+        if self.gate is not None:
+            self.gate.noisy = None
         return self.last_hidden
 
 

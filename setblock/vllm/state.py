@@ -48,7 +48,7 @@ class BlockState(ModelState):
         if not self.model_config.enforce_eager:
             raise ValueError("set block decoding on vLLM runs without CUDA graphs: --enforce-eager")
         if vllm_config.lora_config is not None:
-            raise ValueError("set block decoding on vLLM takes no adapters: merge them first")
+            raise ValueError("serve an adapter by its name, without vLLM's own --enable-lora")
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("set block decoding on vLLM does not run in a pipeline of machines")
         self.defaults = settings_of(self.model_config)
@@ -152,6 +152,8 @@ class BlockState(ModelState):
         }
         if self.fused and (places := np.flatnonzero(self.begins_next(input_batch))).size:
             parts |= self._in_two(input_batch, places, block_tables)
+        if self.model.gate is not None:
+            self.model.gate.noisy = self._noisy(input_batch, parts)
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_tokens=input_batch.num_tokens,
@@ -160,6 +162,14 @@ class BlockState(ModelState):
             kv_cache_config=kv_cache_config,
             **parts,
         )
+
+    def _noisy(self, input_batch: Any, parts: dict[str, Any]) -> Tensor:
+        """Which tokens of this forward are of blocks that are not committed by it, [tokens, 1]."""
+        begins = parts["query_start_loc_cpu"][: parts["num_reqs"] + 1].to(self.device)
+        open_ones = parts["causal"] == 0
+        noisy = open_ones.repeat_interleave(begins.diff().long())
+        padding = input_batch.num_tokens_after_padding - len(noisy)
+        return torch.nn.functional.pad(noisy, (0, padding))[:, None]
 
     def begins_next(self, input_batch: Any) -> np.ndarray:
         """Of each request, whether this forward commits its block and begins the next."""

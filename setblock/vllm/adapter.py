@@ -1,0 +1,80 @@
+"""Adapters on vLLM: folded in while the weights are loaded, or, gated, beside them.
+
+A gated adapter acts on the tokens of blocks alone: prompts and commits are the base's. vLLM's
+layers stay as they are; what the adapter adds hangs on them as hooks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import (  # pyright: ignore[reportMissingImports]
+    get_tensor_model_parallel_world_size,
+)
+
+from setblock.adapters import Addition, Gate, GatedLinear
+from setblock.loading import load
+
+
+def weights_and_gate(model: Any, name: str) -> tuple[list[tuple[str, Tensor]], Gate | None]:
+    """The base's weights as stock checkpoints name them, with the adapter of this name folded in.
+
+    The gate is that of an adapter which acts on blocks alone. Its additions hang on the model's
+    layers then, and wait for a gate that is open.
+    Raises: ModelError; ValueError for a gated one on several devices.
+    """
+    own = next(model.parameters())
+    adapted = load(name, dtype=own.dtype, device="cpu", mask_token_id=model.config.mask_token_id)
+    network: Any = adapted.network
+    weights = [
+        (name.replace(".base.weight", ".weight").replace(".base.bias", ".bias"), tensor)
+        for name, tensor in network.state_dict().items()
+        if ".addition." not in name
+        and not (name.startswith("lm_head.") and network.config.tie_word_embeddings)
+    ]
+    if not adapted.gated:
+        return weights, None
+    if get_tensor_model_parallel_world_size() > 1:
+        raise ValueError(
+            f"{name} is a gated adapter, which runs on one device: --tensor-parallel-size 1"
+        )
+    _hang(model, network, own.device)
+    return weights, network.setblock_gate
+
+
+def _hang(model: Any, network: Any, device: torch.device) -> None:
+    """The additions of this network's layers as hooks on those of vLLM's, several of which are
+    several of the network's in one.
+    """
+    inside = {
+        part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts
+    }
+    found: dict[str, dict[str, Addition]] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, GatedLinear):
+            owner, _, part = name.rpartition(".")
+            found.setdefault(f"{owner}.{inside.get(part, part)}", {})[part] = module.addition
+    for name, parts in found.items():
+        last = name.rpartition(".")[-1]
+        order = model.packed_modules_mapping.get(last, [last])
+        if set(parts) != set(order):
+            raise ValueError(f"a gated adapter must have all parts of {name}: {', '.join(order)}")
+        hook = Additions([parts[part] for part in order], network.setblock_gate).to(device)
+        model.get_submodule(name).register_forward_hook(hook)
+    embedding = model.get_submodule("model.embed_tokens")
+    embedding.register_forward_hook(network.setblock_mask.to(device))
+
+
+class Additions(torch.nn.Module):
+    """A hook for one of vLLM's linear layers, which answers with its output and its bias."""
+
+    def __init__(self, parts: list[Addition], gate: Gate) -> None:
+        super().__init__()
+        self.parts, self.gate = torch.nn.ModuleList(parts), gate
+
+    def forward(self, layer: Any, args: tuple, output: Any) -> Any:
+        if self.gate.noisy is None:
+            return output
+        result, bias = output
+        more = torch.cat([part(args[0]) for part in self.parts], dim=-1)
+        return torch.where(self.gate.noisy, result + more, result), bias
