@@ -162,11 +162,8 @@ class Rows:
         self.nfe = torch.zeros_like(self.start)
         self.revealed_at = torch.zeros_like(self.tokens)
         self.entropy = torch.zeros(self.tokens.shape, device=model.device)
-        self.eos = torch.tensor(
-            [] if settings.ignore_eos else sorted(model.eos_token_ids),
-            dtype=torch.long,
-            device=model.device,
-        )
+        self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
+        self.eos = torch.tensor(self.ends, dtype=torch.long, device=model.device)
         self.cache = model.new_cache(len(prompts), capacity + scratch)
 
     def step(self) -> Bool[Tensor, "batch length"]:
@@ -179,14 +176,14 @@ class Rows:
 
     def committed(self, slot: int) -> tuple[list[int], bool]:
         """Ids of a batch slot's gapless answer so far, and whether EOS or the limit ends it."""
-        first, last = int(self.prompt_end[slot]), int(self.limit[slot])
-        answer = self.tokens[slot, first:last]
-        gap = (answer == self.model.mask_token_id).nonzero()
-        answer = answer[: int(gap[0, 0]) if len(gap) else len(answer)]
-        eos = torch.isin(answer, self.eos).nonzero()
-        if len(eos):
-            return answer[: int(eos[0, 0]) + 1].tolist(), True
-        return answer.tolist(), len(answer) == last - first
+        last = int(self.limit[slot])
+        first = last - self.settings.max_new_tokens
+        answer = self.tokens[slot, first:last].tolist()
+        if self.model.mask_token_id in answer:
+            answer = answer[: answer.index(self.model.mask_token_id)]
+        if ends := [answer.index(token) for token in self.ends if token in answer]:
+            return answer[: min(ends) + 1], True
+        return answer, len(answer) == last - first
 
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""
@@ -203,6 +200,10 @@ class Rows:
         others: Int[Tensor, " others"] | None = None,
     ) -> tuple[Float[Tensor, "batch wanted vocab"], Float[Tensor, "batch others vocab"]]:
         """Logits of each row's wanted query tokens, and of some that all rows want."""
+        if len(wanted) == 1:
+            columns = wanted[0] if others is None else torch.cat([wanted[0], others])
+            logits = self.model.forward(queries, layout, self.cache, logits_at=columns)
+            return logits[:, : wanted.shape[1]], logits[:, wanted.shape[1] :]
         needed = torch.unique(wanted)
         columns = needed if others is None else torch.cat([needed, others])
         logits = self.model.forward(queries, layout, self.cache, logits_at=columns)
@@ -299,6 +300,9 @@ class DecodeState(Rows):
 
     def _move_on(self, slots: Int[Tensor, "batch slots"], yields: Bool[Tensor, " batch"]) -> None:
         """Move `start` behind a finished block, and token by token behind each final token."""
+        if not self.block_size:  # every row has its next one
+            self.start = self.start + yields.long()
+            return
         finished = yields & ~self._eligible(slots).any(dim=1)
         by_token = self.start < self.by_token_until
         inside = slots.clamp(max=self.tokens.shape[1] - 1)
@@ -309,7 +313,7 @@ class DecodeState(Rows):
         self.start = self.start + step
         # The next token's distribution comes from the last final one, which must be a query.
         behind = (self.start < self.by_token_until) & (self.cache.lengths == self.start)
-        if self.block_size and behind.any():
+        if behind.any():
             self.cache.forget(behind.long())
 
     def _eligible(self, slots: Int[Tensor, "batch slots"]) -> Bool[Tensor, "batch slots"]:

@@ -167,7 +167,7 @@ def generate(
     """
     ids = encode(model, prompts, chat)
     results: dict[int, Generation] = {}
-    for reveal in stream(model, ids, batch_size=batch_size, **options):
+    for reveal in _stream(model, ids, batch_size, options, text=False):
         if reveal.generation is not None:
             results[reveal.row] = reveal.generation
     return [results[row] for row in range(len(ids))]
@@ -182,25 +182,31 @@ def stream(
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
     """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
+    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True)
+
+
+def _stream(
+    model: Model, ids: list[list[int]], batch_size: int | None, options: Options, text: bool
+) -> Iterator[Reveal]:
+    """text: whether each piece of a text is wanted, or its end alone."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
-    ids = encode(model, prompts, chat)
     size = max(min(batch_size or len(ids), len(ids)), 1)
     settings = settings_for(model, size, **options)
-    for text in settings.stop:
-        if special := [token for token in model.special_tokens if token in text]:
+    for stop in settings.stop:
+        if special := [token for token in model.special_tokens if token in stop]:
             raise ValueError(
-                f"stop text {text!r} holds the special token {special[0]!r}, which is never part "
+                f"stop text {stop!r} holds the special token {special[0]!r}, which is never part "
                 "of the text: the model's EOS ends an answer anyway"
             )
-        if "\ufffd" in text:
-            raise ValueError(f"stop text {text!r} holds U+FFFD, which stands for half a character")
+        if "\ufffd" in stop:
+            raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings)
     return (
         reveal
         for rows in batches(ids, size)
-        for reveal in _stream_batch(model, ids, rows, settings)
+        for reveal in _stream_batch(model, ids, rows, settings, text or bool(settings.stop))
     )
 
 
@@ -245,9 +251,9 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
 
 
 def _stream_batch(
-    model: Model, ids: list[list[int]], rows: list[int], settings: Settings
+    model: Model, ids: list[list[int]], rows: list[int], settings: Settings, in_pieces: bool
 ) -> Iterator[Reveal]:
-    """Decode these rows together, to their ends."""
+    """Decode these rows together, to their ends; their texts in pieces, or with the last alone."""
     state = _start(model, [ids[row] for row in rows], rows, settings)
     begin = time.perf_counter()
     prefill_s = None
@@ -261,7 +267,9 @@ def _stream_batch(
         going = []
         for slot, row in enumerate(state.rows.tolist()):
             answer, ended = state.committed(slot)
-            answer, text, stopped = pieces[row].extend(answer, ended)
+            text, stopped = "", False
+            if in_pieces or ended:
+                answer, text, stopped = pieces[row].extend(answer, ended)
             generation = None
             if ended or stopped:
                 generation = _finish(
@@ -269,6 +277,8 @@ def _stream_batch(
                 )
             else:
                 going.append(slot)
+            if generation is None and not in_pieces:
+                continue
             first = int(state.prompt_end[slot])
             drafts = revealed[slot].nonzero()[:, 0].tolist()
             drafts = tuple((place - first, int(state.tokens[slot, place])) for place in drafts)

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from setblock import adapters, machines, mask_token, roofline
+from setblock import adapters, attention, machines, mask_token, roofline
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.masks import Layout, flex_block_mask, visible
@@ -31,8 +31,8 @@ MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gain
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
 
-BACKENDS = {"sdpa": visible, "flex_attention": flex_block_mask}
-
+BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
+FULL = {"full_attention": None}  # the windows of a network without any
 
 # Classes whose forward takes one mask per layer type; the tests run each of them.
 TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
@@ -43,10 +43,13 @@ REFUSED_SETTINGS = (
 )  # fmt: skip
 
 
-def attention_mask(network: Any, queries: Layout, keys: Layout) -> Any:
+def attention_mask(
+    network: Any, queries: Layout, keys: Layout, windows: dict[str, int | None] | None = None
+) -> Any:
     """What to pass to this network as `attention_mask`; a dict by layer type where layers differ.
 
     A bool tensor for scaled_dot_product_attention, a BlockMask for FlexAttention.
+    windows: those of the network, where they are known already.
     Raises: ModelError for other backends, which misread both without a word (eager adds 1 and 0 to
     the scores).
     """
@@ -55,7 +58,7 @@ def attention_mask(network: Any, queries: Layout, keys: Layout) -> Any:
         raise ModelError(
             f"attn_implementation {backend!r} misreads our masks; use {any_of(BACKENDS)}"
         )
-    windows = _windows(network.config)
+    windows = windows or _windows(network.config)
     masks = {kind: BACKENDS[backend](queries, keys, width) for kind, width in windows.items()}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -118,6 +121,8 @@ class Model:
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
+        self._windows = _windows(network.config)
+        self._sees_all = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         self._compiled: Any = None  # of `_run`, once compile() was called
         # Told of each forward with a cache: each row's tokens in it, a row's queries and logits.
         self.watch: Callable[[list[int], int, int], None] | None = None
@@ -149,18 +154,28 @@ class Model:
         Effects: writes the tokens' keys and values to the cache as scratch.
         Raises: ValueError if they do not fit into the cache.
         """
-        keys, run = layout, self._run
+        keys, mask, run = layout, None, self._run
         if cache is not None:
             if self.watch is not None:
                 wanted = tokens.shape[1] if logits_at is None else len(logits_at)
                 self.watch(cache.slots.lengths, tokens.shape[1], wanted)
             if self._compiled is not None and tokens.shape[1] <= MOST_COMPILED:
                 run = self._compiled if min(cache.slots.lengths) else run
-            keys = cache.keys_layout(layout)
             cache.stage(layout)
-        mask = attention_mask(self.network, layout, keys)
+            # A row's one token sees whatever stands before it.
+            if tokens.shape[1] == 1 and cache.slots.index is None and self._takes_any_mask():
+                mask = self._sees_all.to(tokens.device)
+            else:
+                keys = cache.keys_layout(layout)
+        if mask is None:
+            mask = attention_mask(self.network, layout, keys, self._windows)
         with adapters.gated(self.network, layout) as told:
             return run(tokens, layout.position, mask, cache, logits_at, told)
+
+    def _takes_any_mask(self) -> bool:
+        """Whether all layers take one mask, of any shape that broadcasts."""
+        backend = self.network.config._attn_implementation
+        return self._windows == FULL and BACKENDS.get(backend) is visible
 
     def _run(
         self,
