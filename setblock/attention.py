@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "setblock"  # for set_attn_implementation
-MOST = 512  # query tokens; a longer forward is bound by arithmetic
+# Query tokens of a forward; a longer one is bound by arithmetic.
+MOST_ON_CPU, MOST = 1024, 64
 
 
 def attend(
@@ -36,7 +37,7 @@ def attend(
     known = attention_mask is not None and attention_mask.shape[1] == 1
     if (
         heads == key.shape[1]
-        or length > MOST
+        or length > (MOST_ON_CPU if query.device.type == "cpu" else MOST)
         or not (known or (attention_mask is None and length == 1))
         or torch.is_grad_enabled()
         or more.get("position_bias") is not None

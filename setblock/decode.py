@@ -24,6 +24,7 @@ from setblock.solvers import Solver, entropy
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
+CHUNK = 1024  # tokens of a prompt that one forward takes at most
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {"sbd": ("next_token_seed", "fallback"), "verified": ("draft", "branches", "seeds")}
 
@@ -165,6 +166,26 @@ class Rows:
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
         self.eos = torch.tensor(self.ends, dtype=torch.long, device=model.device)
         self.cache = model.new_cache(len(prompts), capacity + scratch)
+        self.prefill_forwards = 1
+
+    def encode(self) -> None:
+        """Put long prompts into the cache, but for their last CHUNK tokens, the first step's.
+
+        So no forward has more than CHUNK query tokens a row, and no mask more than CHUNK lines.
+        """
+        while True:
+            cached = self.cache.lengths
+            count = (self.prompt_end - cached - CHUNK).clamp(0, CHUNK)
+            width = int(count.max())
+            if width == 0:
+                return
+            position = cached[:, None] + torch.arange(width, device=cached.device)
+            queries = self.tokens.gather(1, position)
+            layout = decoding_layout(position, cached + count, cached + count)
+            none = torch.empty(0, dtype=torch.long, device=cached.device)
+            self.model.forward(queries, layout, self.cache, logits_at=none)
+            self.cache.keep(count)
+            self.prefill_forwards += 1
 
     def step(self) -> Bool[Tensor, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
@@ -252,7 +273,8 @@ class DecodeState(Rows):
 
     def step(self) -> Bool[Tensor, "batch length"]:
         cached = self.cache.lengths.clone()
-        prefill, by_token = cached == 0, self.start < self.by_token_until
+        prefill = (self.nfe == 0) & (cached < self.prompt_end)
+        by_token = self.start < self.by_token_until
         end = torch.where(prefill | by_token, self.start, self.start + self.block_size)
         num_queries = int((end - cached).max())
         position = cached[:, None] + torch.arange(num_queries, device=cached.device)

@@ -259,6 +259,7 @@ def _stream_batch(
     prefill_s = None
     pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
     going = list(pieces)
+    state.encode()
     while going:
         revealed = state.step()
         elapsed = time.perf_counter() - begin
@@ -317,7 +318,7 @@ def _finish(
         finish_reason="stop" if stopped else "eos" if at_eos else "length",
         prompt_tokens=first,
         nfe=int(state.nfe[slot]),
-        prefill_forwards=1,
+        prefill_forwards=state.prefill_forwards,
         reveal_step=tuple(state.revealed_at[slot, places].tolist()),
         entropy=tuple(state.entropy[slot, places].tolist()),
         prefill_s=prefill_s,

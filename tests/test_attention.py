@@ -1,6 +1,7 @@
 """Attention where heads share keys: transformers' own result, without its copies."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from setblock import attention
 from setblock.loading import load
 
 
-def tensors(batch, length, seen, heads=6, shared=2, width=8):
+def tensors(batch, length, seen, heads=6, shared=2, width=8) -> Any:
     generator = torch.Generator().manual_seed(length)
     query = torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2)
     memory = torch.randn(2, batch, shared, seen + 3, width, generator=generator)
@@ -23,18 +24,20 @@ def tensors(batch, length, seen, heads=6, shared=2, width=8):
 @pytest.mark.parametrize("length", [1, 2, 16])
 @torch.no_grad()
 def test_attention_is_transformers_own(batch, length):
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    *given, mask = tensors(batch, length, 40)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(batch, length, 40)
     for scaling in (None, 0.3):
-        expected, _ = sdpa_attention_forward(module, *given, mask, scaling=scaling)
-        found, _ = attention.attend(module, *given, mask, scaling=scaling)
+        expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
+        found, _ = attention.attend(module, query, key, value, mask, scaling=scaling)
         assert torch.allclose(found, expected, atol=1e-6)
-        whole = attention.folded(*given, mask, scaling).transpose(1, 2)
+        whole = attention.folded(query, key, value, mask, scaling).transpose(1, 2)
         assert torch.allclose(whole, expected, atol=1e-6)
     every = torch.ones(1, 1, 1, 1, dtype=torch.bool) if length == 1 else None
-    for given_mask in (None, every):  # one token sees all, several see causally
-        expected, _ = sdpa_attention_forward(module, *given, None)
-        assert torch.allclose(attention.attend(module, *given, given_mask)[0], expected, atol=1e-6)
+    for one in (None, every):  # one token sees all, several see causally
+        expected, _ = sdpa_attention_forward(module, query, key, value, None)
+        assert torch.allclose(
+            attention.attend(module, query, key, value, one)[0], expected, atol=1e-6
+        )
 
 
 def test_no_copy_of_keys_is_made(monkeypatch):
@@ -46,20 +49,20 @@ def test_no_copy_of_keys_is_made(monkeypatch):
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", record)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    *given, mask = tensors(1, 16, 40)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(1, 16, 40)
     with torch.no_grad():
-        attention.attend(module, *given, mask)
-        sdpa_attention_forward(module, *given, mask)
+        attention.attend(module, query, key, value, mask)
+        sdpa_attention_forward(module, query, key, value, mask)
     assert [shape[1] for shape in seen] == [2, 6]
 
 
 def test_training_takes_transformers_own():
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    *given, mask = tensors(1, 16, 40)
-    given[0].requires_grad_(True)
-    expected, _ = sdpa_attention_forward(module, *given, mask)
-    assert torch.equal(attention.attend(module, *given, mask)[0], expected)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(1, 16, 40)
+    query.requires_grad_(True)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+    assert torch.equal(attention.attend(module, query, key, value, mask)[0], expected)
 
 
 def test_a_loaded_model_has_it(checkpoint):

@@ -13,6 +13,7 @@ from fakes import EOS, MASK, TableModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from setblock import decode
 from setblock.decode import DecodeState
 from setblock.generation import Generation, generate, settings_for
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout
@@ -146,6 +147,35 @@ def test_tables_decode_as_the_oracle_says(seed, prompts, options, stop):
 )
 def test_networks_decode_as_the_oracle_says(networks, kind, seed, every, prompts, options):
     assert_equals_oracle(with_ends(networks[kind, seed], every), prompts, **options)
+
+
+@settings(**SLOW, max_examples=25)
+@given(
+    seed=st.integers(0, 5),
+    prompts=prompts(range(2, 12), max_rows=4),
+    options=options(max_new_tokens=12),
+)
+def test_prompts_in_chunks(seed, prompts, options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "CHUNK", 2)
+        results = assert_equals_oracle(TableModel.random(seed), prompts, **options)
+    expected = [1 + max(-(-(len(prompt) - 2) // 2), 0) for prompt in prompts]
+    # All rows of a batch take part in its longest prompt's.
+    assert [one.prefill_forwards for one in results] == [max(expected)] * len(prompts)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("mode", decode.MODES)
+def test_a_networks_prompts_in_chunks(networks, kind, mode, monkeypatch):
+    model = with_ends(networks[kind, 0], every=300)
+    texts = [list(range(3, 3 + count)) for count in (1, 7, 30, 41)]
+    whole = generate(model, texts, mode=mode, max_new_tokens=20)
+    monkeypatch.setattr(decode, "CHUNK", 8)
+    watched, layouts = recorded(model)
+    chunks = generate(watched, texts, mode=mode, max_new_tokens=20)
+    assert [facts(one) for one in chunks] == [facts(one) for one in whole]
+    widths = [layout.position.shape[1] for layout in layouts]
+    assert widths[:5] == [8, 8, 8, 8, 1]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
