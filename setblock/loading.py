@@ -16,7 +16,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
-from setblock import adapters, attention
+from setblock import adapters
 from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
 from setblock.mask_token import rows_of
 from setblock.model import Model, check_architecture
@@ -113,7 +113,7 @@ def _load_whole(
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation="sdpa",
             output_loading_info=True,
             **(_four_bit(dtype, device) if four_bit else {}),
             **origin,
@@ -222,7 +222,7 @@ def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrain
         config.tie_word_embeddings = True
     with no_init_weights():
         network = AutoModelForCausalLM.from_config(
-            config, dtype=loaded.dtype, attn_implementation=attention.NAME
+            config, dtype=loaded.dtype, attn_implementation="sdpa"
         )
     network.load_state_dict(loaded.state_dict(), assign=True)
     network.tie_weights()

@@ -97,10 +97,13 @@ class Model:
         """Wrap a network that is already loaded: a PreTrainedModel, or peft's wrapper of one.
 
         settings: the checkpoint's own, see SETTINGS.
-        Effects: switches the network to eval mode; adds a mask token to both where neither has one.
+        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend`; adds a mask
+        token to both where neither has one.
         Raises: ModelError.
         """
         check_architecture(network.config)
+        if network.config._attn_implementation == "sdpa":
+            network.set_attn_implementation(attention.NAME)  # the same, without its copies
         self.gated = adapters.is_gated(network)
         self.adapted = False  # whether load() put an adapter on
         settings = checked_settings(settings or {})

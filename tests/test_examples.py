@@ -183,3 +183,15 @@ def test_the_gpu_benchmark_by_compiled_forwards(monkeypatch):
     result = CliRunner().invoke(app, [*few, "--dtype", "float32", "--compile"])
     assert result.exit_code == 0, result.output
     assert len(told) == 1
+
+
+def test_long_prompt(tmp_path):
+    out = tmp_path / "record.json"
+    text = run(
+        "long_prompt.py", "--tokens", 64, "--chunks", "16,0", "--new-tokens", 4, "--out", out
+    )
+    assert "64 tokens, 16 at a time" in text
+    first, second = json.loads(out.read_text())["results"]
+    assert (first["prefill_forwards"], second["prefill_forwards"]) == (4, 1)
+    assert first["peak_bytes"] > first["weights_bytes"] + first["cache_bytes"]
+    assert '"chunk": 64' in run("long_prompt.py", "--tokens", 64, "--only", 0)
