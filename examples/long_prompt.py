@@ -27,18 +27,20 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+BLOCK = 16
 
 
 def measure(tokens: int, chunk: int, new_tokens: int) -> dict[str, Any]:
     """One prompt of random tokens and an answer of `new_tokens`."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE, max_position_embeddings=tokens + 2 * new_tokens)
+    config = LlamaConfig(**SHAPE, max_position_embeddings=tokens + new_tokens + BLOCK)
     network = AutoModelForCausalLM.from_config(config)
     model = Model(network, load("nano").tokenizer, "random", mask_token_id=2047)
     model.eos_token_ids = frozenset()
     decode.CHUNK = chunk
     short = [torch.randint(2000, (8,)).tolist()]
     options: Any = {"max_new_tokens": new_tokens, "mode": "sbd", "solver": "fixed:4"}
+    options["block_size"] = BLOCK
     generate(model, short, **options)  # what the first forwards need once and for all
     before = peak_bytes(model.device)
     [found] = generate(model, [torch.randint(2000, (tokens,)).tolist()], **options)

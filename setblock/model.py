@@ -97,8 +97,8 @@ class Model:
         """Wrap a network that is already loaded: a PreTrainedModel, or peft's wrapper of one.
 
         settings: the checkpoint's own, see SETTINGS.
-        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend`; adds a mask
-        token to both where neither has one.
+        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend`; adds a
+        mask token to both where neither has one.
         Raises: ModelError.
         """
         check_architecture(network.config)
