@@ -6,7 +6,6 @@ its time per token is set against that of our own next-token decoding in the sam
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,23 +39,26 @@ def compare(
     the baseline's token ids. speedup is None where no answer has a second token.
 
     Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward;
-    ceiling, the speed-up if a run took what its bare forwards take; and the share of it reached.
+    ceiling, the speed-up if a run took what its bare forwards take, which are made once more behind
+    each run; and the share of it reached, paired like the speed-up.
     """
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     rounds: dict[str, list[list[Run]]] = {name: [] for name in running}
+    bare: dict[str, list[float]] = {name: [] for name in running}  # seconds of each repeat
     for repeat in range(repeats + 1):
         for name, run in running.items():
             done = [run(model, batch, max_new_tokens) for batch in batches]
+            forwards = [one.forwards for one in done if batch_size == 1]
+            seconds = sum(_bare_seconds(model, one) for one in forwards)
             if repeat:
                 rounds[name].append(done)
+                bare[name].append(seconds)
 
     def per_token(runs: list[Run], whole: bool) -> float:
         seconds = sum(run.decode_s + (run.prefill_s if whole else 0.0) for run in runs)
         return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
 
     exact = [ids for run in rounds[BASELINE][0] for ids in run.token_ids]
-    first = {name: found[0] for name, found in rounds.items()}
-    bare = _bare_seconds(model, first, repeats) if batch_size == 1 else {}
     for name, found in rounds.items():
         gains = {
             whole: [
@@ -72,9 +74,12 @@ def compare(
         ids = [ids for run in runs for ids in run.token_ids]
         speedup = statistics.median(gains[False]) if decoded else None
         per_forward = tokens / sum(nfe) if nfe else None
-        ceiling = (
-            bare[BASELINE] / bare[name] * tokens / sum(map(len, exact)) if bare.get(name) else None
-        )
+        ceilings = [
+            base / own * tokens / sum(map(len, exact))
+            for base, own in zip(bare[BASELINE], bare[name], strict=True)
+            if base and own
+        ]
+        shares = [gain / most for gain, most in zip(gains[False], ceilings, strict=False)]
         yield {
             "contender": name,
             "batch_size": batch_size,
@@ -92,30 +97,23 @@ def compare(
             "total_speedup_range": (min(gains[True]), max(gains[True])),
             "identical_share": sum(a == b for a, b in zip(exact, ids, strict=True)) / len(ids),
             "efficiency": speedup / per_forward if speedup and per_forward else None,
-            "ceiling": ceiling,
-            "share_of_ceiling": speedup / ceiling if speedup and ceiling else None,
+            "ceiling": statistics.median(ceilings) if ceilings else None,
+            "share_of_ceiling": statistics.median(shares) if ceilings and decoded else None,
         }
 
 
-def _bare_seconds(model: Model, done: dict[str, list[Run]], repeats: int) -> dict[str, float]:
-    """What the forwards of each contender's answers take by themselves, timed in turns behind as
-    many cached tokens as next-token decoding has in the mean; of those that tell their forwards.
+def _bare_seconds(model: Model, forwards: Sequence[tuple[int, int, int]]) -> float:
+    """What forwards of so many query tokens take by themselves, one after the other, each behind as
+    many cached tokens as it was and with logits of as many; the first is made once more before.
     """
-    forwards = {name: [one for run in runs for one in run.forwards] for name, runs in done.items()}
-    if not forwards[BASELINE]:
-        return {}
-    cached = round(statistics.mean(cached for cached, *_ in forwards[BASELINE]))
-    counts = {
-        name: Counter((queries, wanted) for _, queries, wanted in found)
-        for name, found in forwards.items()
-    }
-    shapes = sorted({shape for found in counts.values() for shape in found})
-    rounds = _in_turns(model, cached, shapes, 1, repeats)
-    seconds = {shape: statistics.median(one[shape] for one in rounds) for shape in shapes}
-    return {
-        name: sum(count * seconds[shape] for shape, count in found.items())
-        for name, found in counts.items()
-    }
+    if not forwards:
+        return 0.0
+    cache = model.new_cache(1, max(cached + count for cached, count, _ in forwards))
+    seconds = []
+    for cached, count, wanted in (forwards[0], *forwards):
+        cache.forget(cache.lengths - cached)  # or take in what was never written
+        seconds.append(_forward_seconds(model, cache, count, wanted))
+    return sum(seconds[1:])
 
 
 def forward_costs(
@@ -157,15 +155,21 @@ def _in_turns(
         model.forward(tokens, causal_layout(position), cache, logits_at=position[0, -1:])
         cache.keep(torch.full((batch_size,), cached))
 
-    def forward(count: int, wanted: int) -> float:
-        position = torch.arange(cached, cached + count, device=model.device)
-        start = torch.full((batch_size,), cached + count // 2, device=model.device)
-        end = torch.full_like(start, cached + count)
-        layout = decoding_layout(position.expand(batch_size, -1), start, end)
-        tokens = torch.full((batch_size, count), model.mask_token_id, device=model.device)
-        picked = torch.arange(count - wanted, count, device=model.device)
-        begin = now(model)
-        model.forward(tokens, layout, cache, picked)
-        return now(model) - begin
+    return [
+        {shape: _forward_seconds(model, cache, *shape) for shape in shapes}
+        for _ in range(repeats + 1)
+    ][1:]
 
-    return [{shape: forward(*shape) for shape in shapes} for _ in range(repeats + 1)][1:]
+
+def _forward_seconds(model: Model, cache: Any, count: int, wanted: int) -> float:
+    """Of one forward of so many tokens a row behind the cached ones, half of them noisy, with
+    logits of so many.
+    """
+    first = cache.lengths
+    position = first[:, None] + torch.arange(count, device=model.device)
+    layout = decoding_layout(position, first + count // 2, first + count)
+    tokens = torch.full(position.shape, model.mask_token_id, device=model.device)
+    picked = torch.arange(count - wanted, count, device=model.device)
+    begin = now(model)
+    model.forward(tokens, layout, cache, picked)
+    return now(model) - begin

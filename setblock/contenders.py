@@ -58,7 +58,7 @@ def ours(**options: Any) -> Contender:
             tokens=sum(one.num_tokens for one in answers),
             nfe=sum(one.nfe for one in answers),
             token_ids=tuple(one.token_ids for one in answers),
-            forwards=tuple(one for one in seen if one[0]),
+            forwards=tuple(seen[answers[0].prefill_forwards :]),
         )
 
     return run
