@@ -3,8 +3,7 @@
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -20,9 +19,10 @@ from setblock.answers import regenerate
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.data import SUFFIXES, load_rows, prepare
+from setblock.estimate import describe, estimate
 from setblock.loading import DTYPES, lasting, load
 from setblock.model import Model
-from setblock.records import new_record, peak_bytes
+from setblock.records import new_record
 from setblock.solvers import parse
 from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of
@@ -376,83 +376,6 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
     model.tokenizer.save_pretrained(output_dir)
     settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
     write_settings(output_dir, **settings)
-
-
-def estimate(trainer: SBDTrainer) -> dict[str, Any]:
-    """What the run will take: bytes by arithmetic, seconds and peak by one micro-batch tried now.
-
-    peak_bytes: what this process held at most until now, activations included, the optimizer not.
-    The bytes are those of one process, which holds everything. Processes that share the weights
-    out among them (FSDP, DeepSpeed) try nothing: none could hold the model before it is cut.
-    Effects: one forward and backward, without a trace in weights, gradients, noise or log.
-    """
-    args, network = trainer.args, trainer.model
-    weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    cost: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "trained_parameters": trained,
-        "weight_bytes": weights,
-        "gradient_bytes": 4 * trained,
-        "optimizer_bytes": 8 * trained if "adam" in str(args.optim).lower() else None,
-        "peak_bytes": None,
-        "tokens_per_second": None,
-        "steps": None,
-        "seconds": None,
-    }
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return cost
-    devices = [args.device] if args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        loader = trainer.get_train_dataloader()
-        batch = next(iter(loader), None)
-        if batch is None:
-            raise ValueError(
-                "dataloader_drop_last leaves no batch: the data has fewer rows than "
-                f"per_device_train_batch_size={args.per_device_train_batch_size}"
-            )
-        network.to(args.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        batch = {name: value.to(args.device) for name, value in batch.items()}
-        tokens = int((batch["document"] >= 0).sum())
-        network.train()
-        begin = time.perf_counter()
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(network, batch)
-        loss.backward()
-        if args.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-    network.zero_grad()
-    trainer.forget()
-    per_step = args.gradient_accumulation_steps
-    steps = args.max_steps
-    if steps <= 0 and isinstance(trainer.train_dataset, Sized):
-        rows_at_a_time = args.per_device_train_batch_size * args.world_size
-        batches = math.ceil(len(trainer.train_dataset) / rows_at_a_time)
-        steps = math.ceil(math.ceil(batches / per_step) * args.num_train_epochs)
-    cost["tokens_per_second"] = args.world_size * tokens / seconds
-    cost["peak_bytes"] = peak_bytes(args.device)
-    if steps > 0:
-        cost |= {"steps": steps, "seconds": seconds * per_step * steps}
-    return cost
-
-
-def describe(cost: dict[str, Any]) -> str:
-    """One line of text for `estimate`."""
-    held = [cost[f"{name}_bytes"] for name in ("weight", "gradient", "optimizer")]
-    line = (
-        f"{cost['trained_parameters']:,} of {cost['parameters']:,} parameters are trained; "
-        f"weights, gradients and optimizer take {sum(filter(None, held)) / 2**30:.2f} GiB beside "
-        "the activations"
-    )
-    if cost["peak_bytes"] is not None:
-        without = cost["peak_bytes"] / 2**30
-        line += f" (a micro-batch without the optimizer reached {without:.2f} GiB)"
-    if cost["tokens_per_second"] is not None:
-        line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
-    if cost["seconds"] is not None:
-        line += f", {cost['steps']:,} steps in about {cost['seconds'] / 60:,.1f} minutes"
-    return line
 
 
 def _last_checkpoint(run: Run) -> str | None:

@@ -35,7 +35,7 @@ LEVELS = (
     ("verified", "likelihood", "vllm"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "serve"),
-    ("answers", "benchmark", "profiling", "tune", "report"),
+    ("answers", "benchmark", "profiling", "tune", "report", "estimate"),
     ("finetune",),
     ("cli",),
     ("__main__",),
