@@ -137,7 +137,9 @@ def test_train_cost(checkpoint, tmp_path, row):
     assert result.keys() == {"step_s", "peak_bytes"}
     out = tmp_path / "cost.json"
     run("train_cost.py", *where, "--lengths", "8", "--repeats", 1, "--seed", 3, "--out", out)
-    lines = json.loads(out.read_text())["results"]
+    *lines, mask = json.loads(out.read_text())["results"]
+    assert (mask["row"], mask["length"]) == ("BlockMask", 8)
+    assert mask["seconds"] > 0
     names = ["trl full", "ntp full", "sbd full", "sbd lora", "sbd gated"]
     assert [line["row"] for line in lines] == names
     for line in lines:
