@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "setblock"  # for set_attn_implementation
 # Query tokens of a forward; a longer one is bound by arithmetic.
-MOST_ON_CPU, MOST = 1024, 64
+MOST_ON_CPU, MOST = 2048, 64
 
 
 def attend(

@@ -102,17 +102,18 @@ def compare(
         }
 
 
-def _bare_seconds(model: Model, forwards: Sequence[tuple[int, int, int]]) -> float:
+def _bare_seconds(model: Model, forwards: Sequence[tuple[int, int, int, int]]) -> float:
     """What forwards of so many query tokens take by themselves, one after the other, each behind as
-    many cached tokens as it was and with logits of as many; the first is made once more before.
+    many cached tokens as it was, with as many noisy ones and logits of as many; the first is made
+    once more before.
     """
     if not forwards:
         return 0.0
-    cache = model.new_cache(1, max(cached + count for cached, count, _ in forwards))
+    cache = model.new_cache(1, max(cached + count for cached, count, *_ in forwards))
     seconds = []
-    for cached, count, wanted in (forwards[0], *forwards):
+    for cached, *shape in (forwards[0], *forwards):
         cache.forget(cache.lengths - cached)  # or take in what was never written
-        seconds.append(_forward_seconds(model, cache, count, wanted))
+        seconds.append(_forward_seconds(model, cache, *shape))
     return sum(seconds[1:])
 
 
@@ -156,18 +157,21 @@ def _in_turns(
         cache.keep(torch.full((batch_size,), cached))
 
     return [
-        {shape: _forward_seconds(model, cache, *shape) for shape in shapes}
+        {
+            (count, wanted): _forward_seconds(model, cache, count, count // 2, wanted)
+            for count, wanted in shapes
+        }
         for _ in range(repeats + 1)
     ][1:]
 
 
-def _forward_seconds(model: Model, cache: Any, count: int, wanted: int) -> float:
-    """Of one forward of so many tokens a row behind the cached ones, half of them noisy, with
+def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: int) -> float:
+    """Of one forward of so many tokens a row behind the cached ones, the last of them noisy, with
     logits of so many.
     """
     first = cache.lengths
     position = first[:, None] + torch.arange(count, device=model.device)
-    layout = decoding_layout(position, first + count // 2, first + count)
+    layout = decoding_layout(position, first + count - noisy, first + count)
     tokens = torch.full(position.shape, model.mask_token_id, device=model.device)
     picked = torch.arange(count - wanted, count, device=model.device)
     begin = now(model)

@@ -14,6 +14,7 @@ import torch
 
 from setblock import machines
 from setblock.generation import Options, generate
+from setblock.masks import CLEAN, Layout
 from setblock.model import Model
 
 BASELINE = "ntp"
@@ -26,7 +27,8 @@ class Run:
 
     prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
     None where the library does not tell.
-    forwards: of a single prompt's, behind its own: cached tokens, query tokens, logits.
+    forwards: of a single prompt's, behind its own: cached tokens, query tokens, noisy ones of them,
+        logits.
     """
 
     prefill_s: float
@@ -34,7 +36,7 @@ class Run:
     tokens: int
     nfe: int | None
     token_ids: tuple[tuple[int, ...], ...]
-    forwards: tuple[tuple[int, int, int], ...] = ()
+    forwards: tuple[tuple[int, int, int, int], ...] = ()
 
 
 Contender = Callable[[Model, Sequence[Sequence[int]], int], Run]
@@ -45,7 +47,7 @@ def ours(**options: Any) -> Contender:
 
     def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
         given: Options = {**options, "max_new_tokens": max_new_tokens}  # type: ignore[typeddict-item]
-        seen: list[tuple[int, int, int]] = []
+        seen: list[tuple[int, Layout, int]] = []
         if len(prompts) == 1:
             model.watch = lambda cached, *shape: seen.append((cached[0], *shape))
         try:
@@ -58,7 +60,10 @@ def ours(**options: Any) -> Contender:
             tokens=sum(one.num_tokens for one in answers),
             nfe=sum(one.nfe for one in answers),
             token_ids=tuple(one.token_ids for one in answers),
-            forwards=tuple(seen[answers[0].prefill_forwards :]),
+            forwards=tuple(
+                (cached, layout.block.shape[1], int((layout.block != CLEAN).sum()), wanted)
+                for cached, layout, wanted in seen[answers[0].prefill_forwards :]
+            ),
         )
 
     return run

@@ -171,7 +171,7 @@ class Rows:
     def encode(self) -> None:
         """Put long prompts into the cache, but for their last CHUNK tokens, the first step's.
 
-        So no forward has more than CHUNK query tokens a row, and no mask more than CHUNK lines.
+        So no mask has more than a line for each of CHUNK tokens, and of the first blocks.
         """
         while True:
             cached = self.cache.lengths

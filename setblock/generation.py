@@ -97,6 +97,7 @@ class Generation:
     """One row's result.
 
     nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
+    prefill_forwards: of the batch's longest prompt, see `Rows.encode`.
     reveal_step: for each token the forward (1 .. nfe) that revealed it.
     entropy: for each token the entropy in nats of the distribution it was taken from.
     prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of

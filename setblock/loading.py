@@ -152,7 +152,13 @@ def _shares_embedding(network: PreTrainedModel) -> bool:
 def base_of(source: str) -> str | None:
     """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
     path = cached_file(source, adapters.CONFIG, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(path).read_text())["base_model_name_or_path"] if path else None
+    if path is None:
+        return None
+    content = json.loads(Path(path).read_text())
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(base, str):
+        raise ModelError(f"{adapters.CONFIG} of {source!r} names no base_model_name_or_path")
+    return base
 
 
 def lasting(name: str) -> str:

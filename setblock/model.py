@@ -97,8 +97,8 @@ class Model:
         """Wrap a network that is already loaded: a PreTrainedModel, or peft's wrapper of one.
 
         settings: the checkpoint's own, see SETTINGS.
-        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend`; adds a
-        mask token to both where neither has one.
+        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend` where its
+        class allows that; adds a mask token to both where neither has one.
         Raises: ModelError.
         """
         check_architecture(network.config)
@@ -125,10 +125,9 @@ class Model:
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self._windows = _windows(network.config)
-        self._sees_all = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         self._compiled: Any = None  # of `_run`, once compile() was called
-        # Told of each forward with a cache: each row's tokens in it, a row's queries and logits.
-        self.watch: Callable[[list[int], int, int], None] | None = None
+        # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
+        self.watch: Callable[[list[int], Layout, int], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -159,15 +158,16 @@ class Model:
         """
         keys, mask, run = layout, None, self._run
         if cache is not None:
+            wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
-                wanted = tokens.shape[1] if logits_at is None else len(logits_at)
-                self.watch(cache.slots.lengths, tokens.shape[1], wanted)
-            if self._compiled is not None and tokens.shape[1] <= MOST_COMPILED:
+                self.watch(cache.slots.lengths, layout, wanted)
+            if self._compiled is not None and wanted and tokens.shape[1] <= MOST_COMPILED:
                 run = self._compiled if min(cache.slots.lengths) else run
             cache.stage(layout)
             # A row's one token sees whatever stands before it.
-            if tokens.shape[1] == 1 and cache.slots.index is None and self._takes_any_mask():
-                mask = self._sees_all.to(tokens.device)
+            if tokens.shape[1] == 1 and cache.slots.index is None and self._takes_one_mask():
+                shape = len(tokens), 1, 1, cache.slots.end
+                mask = torch.ones(shape, dtype=torch.bool, device=tokens.device)
             else:
                 keys = cache.keys_layout(layout)
         if mask is None:
@@ -175,8 +175,8 @@ class Model:
         with adapters.gated(self.network, layout) as told:
             return run(tokens, layout.position, mask, cache, logits_at, told)
 
-    def _takes_any_mask(self) -> bool:
-        """Whether all layers take one mask, of any shape that broadcasts."""
+    def _takes_one_mask(self) -> bool:
+        """Whether all layers take one mask, of booleans."""
         backend = self.network.config._attn_implementation
         return self._windows == FULL and BACKENDS.get(backend) is visible
 

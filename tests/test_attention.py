@@ -32,7 +32,7 @@ def test_attention_is_transformers_own(batch, length):
         assert torch.allclose(found, expected, atol=1e-6)
         whole = attention.folded(query, key, value, mask, scaling).transpose(1, 2)
         assert torch.allclose(whole, expected, atol=1e-6)
-    every = torch.ones(1, 1, 1, 1, dtype=torch.bool) if length == 1 else None
+    every = torch.ones(batch, 1, 1, 40, dtype=torch.bool) if length == 1 else None
     for one in (None, every):  # one token sees all, several see causally
         expected, _ = sdpa_attention_forward(module, query, key, value, None)
         assert torch.allclose(

@@ -195,5 +195,8 @@ def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):
     sbd = lines["sbd"]
     assert sbd["ceiling"] == pytest.approx((base / 27) / (sbd["decode_s"] / sbd["tokens"]))
     assert model.watch is None
+    for name, noisy in (("ntp", {0}), ("sbd", {4})):
+        forwards = running[name](model, PROMPTS[:1], 9).forwards
+        assert {one[2] for one in forwards} == noisy, "an adapter may act on those alone"
     lines = list(compare(model, PROMPTS, 2, 9, 2, running))
     assert [line["ceiling"] for line in lines] == [None, None, None], "one prompt at a time"

@@ -108,7 +108,15 @@ def test_models_that_vllm_can_not_serve(run, ran, checkpoint, tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     broken = run("serve", tmp_path / "adapter", "--engine", "vllm").error
-    assert "adapter': no 'base_model_name_or_path'" in broken
+    assert "adapter' names no base_model_name_or_path" in broken
+    for base, message in (
+        ("runs/nowhere", "is an adapter on 'runs/nowhere', which vLLM can't read"),
+        (str(tmp_path / "base.gguf"), "its base must be a whole checkpoint"),
+        (str(tmp_path / "adapter"), "its base must be a whole checkpoint"),
+    ):
+        words = json.dumps({"base_model_name_or_path": base})
+        (tmp_path / "adapter" / "adapter_config.json").write_text(words)
+        assert message in run("serve", tmp_path / "adapter", "--engine", "vllm").error
     assert "no model 'nowhere/at-all'" in run("serve", "nowhere/at-all", "--engine", "vllm").error
     assert not ran
 

@@ -61,8 +61,14 @@ def _hang(model: Any, network: Any, device: torch.device) -> None:
             raise ValueError(f"a gated adapter must have all parts of {name}: {', '.join(order)}")
         hook = Additions([parts[part] for part in order], network.setblock_gate).to(device)
         model.get_submodule(name).register_forward_hook(hook)
-    embedding = model.get_submodule("model.embed_tokens")
-    embedding.register_forward_hook(network.setblock_mask.to(device))
+    gate, mask = network.setblock_gate, network.setblock_mask.to(device)
+
+    def embed(layer: Any, args: tuple, output: Tensor) -> Tensor:
+        if gate.noisy is None:
+            return output
+        return torch.where(gate.noisy, mask(layer, args, output), output)
+
+    model.get_submodule("model.embed_tokens").register_forward_hook(embed)
 
 
 class Additions(torch.nn.Module):

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -36,12 +37,17 @@ def command(
     if find_spec("vllm") is None:
         raise ImportError("vLLM is not installed: pip install 'setblock[vllm]', or make vllm-env")
     place = str(BUNDLED.get(name, name))
+    base, subject = None, f"no model {name!r}"
     try:
         base = base_of(place)
         whole = place if base is None else str(BUNDLED.get(base, base))
+        if base is not None:
+            subject = f"{name!r} is an adapter on {base!r}, which vLLM can't read"
+            if Path(base).suffix == ".gguf" or base_of(whole) is not None:
+                raise ModelError("its base must be a whole checkpoint in safetensors")
         config = AutoConfig.from_pretrained(whole)
     except LOAD_ERRORS as error:
-        raise ModelError(f"no model {name!r}: {one_line(error)}") from error
+        raise ModelError(f"{subject}: {one_line(error)}") from error
     architecture = " and ".join(config.architectures or ["model of no named architecture"])
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{name} is a {architecture}; on vLLM only {any_of(ARCHITECTURES)} run")
