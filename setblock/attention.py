@@ -31,7 +31,7 @@ def attend(
     """[batch, length, heads, width] of query [batch, heads, length, width] and key and value
     [batch, shared heads, cache, width]; a mask [batch, 1, length, cache] is True where seen.
 
-    What is none of its business goes to transformers' own: training, prompts, other kinds of mask.
+    What is none of its business goes to transformers' own: training, long forwards, other masks.
     """
     _, heads, length, _ = query.shape
     known = attention_mask is not None and attention_mask.shape[1] == 1

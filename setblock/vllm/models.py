@@ -16,9 +16,7 @@ class Blocks:
     """In front of a model class: its requests are decoded by `state.BlockState`."""
 
     last_hidden: Any = None  # of the latest forward: the first token of verified decoding needs it
-    gate: Any = (
-        None  # of an adapter that acts on blocks alone: which tokens of a forward are theirs
-    )
+    gate: Any = None  # of an adapter that acts on blocks alone: which tokens are theirs
 
     @staticmethod
     def get_model_state_cls() -> type:
