@@ -143,8 +143,10 @@ def visible(
 def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) -> "BlockMask":
     """The same rule as a FlexAttention BlockMask.
 
-    Made one row of tiles at a time, so that it never holds more than TILE queries' booleans:
-    torch's create_block_mask holds those of every pair of tokens.
+    The tiles to visit are told from each tile's least and greatest numbers, without looking at any
+    pair of tokens, as torch's create_block_mask does with all of them. Where a tile's tokens are
+    not in order, one that holds no pair that sees may be among them: the rule is asked there, so
+    that it changes no result.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -155,24 +157,69 @@ def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) ->
         query = [tensor[b, i] for tensor in query_tensors]
         return _sees(query, [tensor[b, j] for tensor in key_tensors], window)
 
-    num_queries, num_keys = queries.position.shape[1], keys.position.shape[1]
-    some, every = [], []  # of each row of tiles: whether a tile holds a pair that sees, all such
-    for first in range(0, num_queries, TILE):
-        rows = queries.map(lambda tensor, first=first: tensor[:, first : first + TILE])
-        seen = visible(rows, keys, window)
-        rest = (0, -num_keys % TILE, 0, TILE - seen.shape[2])
-        tiles = torch.nn.functional.pad(seen, rest).unflatten(3, (-1, TILE))
-        some.append(tiles.any(4).any(2))
-        every.append(tiles.all(4).all(2))
-    full = torch.stack(every, dim=2)
-    partial = torch.stack(some, dim=2) & ~full
+    partial, full = _visited_tiles(queries, keys, window)
     return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
+        *_ordered(partial[:, None]),
+        *_ordered(full[:, None]),
         BLOCK_SIZE=TILE,
         mask_mod=mask_mod,
-        seq_lengths=(num_queries, num_keys),
+        seq_lengths=(queries.position.shape[1], keys.position.shape[1]),
     )
+
+
+def _visited_tiles(
+    queries: Layout, keys: Layout, window: int | None
+) -> tuple[Bool[Tensor, "batch rows columns"], Bool[Tensor, "batch rows columns"]]:
+    """Tiles some of whose pairs may see, and tiles all of whose pairs do.
+
+    A clean token is numbered by its document and position, so that a query sees the clean keys of
+    one range of numbers; a noisy one by its document and block, so that equal numbers see each
+    other. Padding is the last document, as it stands in a row, so that numbers rise along a row.
+    """
+    last = torch.maximum(queries.document.amax(), keys.document.amax()) + 1
+    span = 1 + torch.maximum(
+        torch.maximum(queries.horizon.amax(), keys.horizon.amax()),
+        torch.maximum(queries.block.amax(), keys.block.amax()),
+    )
+
+    def first(layout: Layout) -> Tensor:
+        return span * torch.where(layout.document == PADDING, last, layout.document)
+
+    nearest = torch.zeros_like(queries.position)
+    if window is not None:
+        nearest = queries.position - window + 1
+    begin = _Tiles(first(queries) + nearest.clamp(min=0))
+    end = _Tiles(first(queries) + queries.horizon)
+    clean = _Tiles(first(keys) + keys.position, keys.block == CLEAN)
+    full = (begin.most[:, :, None] <= clean.least[:, None]) & (
+        clean.most[:, None] < end.least[:, :, None]
+    )
+    full &= end.whole[:, :, None] & clean.whole[:, None]
+    some = (begin.least[:, :, None] <= clean.most[:, None]) & (
+        clean.least[:, None] < end.most[:, :, None]
+    )
+    query, key = (_Tiles(first(side) + side.block, side.block != CLEAN) for side in (queries, keys))
+    some |= (query.least[:, :, None] <= key.most[:, None]) & (
+        key.least[:, None] <= query.most[:, :, None]
+    )
+    return some & ~full, full
+
+
+class _Tiles:
+    """Of each tile of a row, [batch, tiles]: the least and greatest of its numbers that count.
+
+    A tile none of whose numbers count has a least one above its greatest. whole: all of them count,
+    and the tile is not cut short by the row's end.
+    """
+
+    def __init__(self, numbers: Tensor, counts: Tensor | None = None) -> None:
+        counts = torch.ones_like(numbers, dtype=torch.bool) if counts is None else counts
+        rest = (0, -numbers.shape[1] % TILE)
+        numbers = torch.nn.functional.pad(numbers, rest).unflatten(1, (-1, TILE))
+        counts = torch.nn.functional.pad(counts, rest).unflatten(1, (-1, TILE))
+        self.least = numbers.masked_fill(~counts, torch.iinfo(numbers.dtype).max).amin(2)
+        self.most = numbers.masked_fill(~counts, -1).amax(2)
+        self.whole = counts.all(2)
 
 
 def _ordered(

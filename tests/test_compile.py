@@ -23,6 +23,33 @@ from torch._dynamo.utils import counters
 print(json.dumps([counters["stats"]["unique_graphs"], len(counters["graph_break"])]))
 """
 
+FLEX = """
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from setblock.masks import flex_block_mask, training_layout, visible
+from setblock.objective import document_places
+compiled = torch.compile(flex_attention, dynamic=False)
+for lengths in ([[300]], [[140, 20, 90]]):
+    position, document = document_places(torch.tensor(lengths), 300)
+    layout = training_layout(position, document, 8)
+    query, key, value = torch.randn(3, 1, 2, 600, 16)
+    dense = visible(layout, layout)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=dense)
+    tiles = flex_block_mask(layout, layout)
+    torch.testing.assert_close(compiled(query, key, value, block_mask=tiles), expected)
+    tiles.kv_num_blocks.zero_()
+    assert not torch.allclose(compiled(query, key, value, block_mask=tiles), expected)
+    print("same")
+"""
+
+
+def test_flex_attention_visits_the_tiles_that_it_needs():
+    """Compiled, it reads no tile that the BlockMask does not list; eager, it asks the rule only."""
+    done = subprocess.run([sys.executable, "-c", FLEX], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same", "same"]
+
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_tokens_are_the_same(checkpoint, kind):

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from setblock import masks
@@ -22,6 +27,13 @@ from setblock.masks import (
     flex_block_mask,
     training_layout,
     visible,
+)
+from setblock.objective import (
+    IGNORE,
+    document_places,
+    draw_batch_noise,
+    drop_idle_blocks,
+    noisy_view,
 )
 
 
@@ -325,18 +337,69 @@ def test_block_mask_is_the_dense_mask(example, window):
     window=st.none() | st.integers(1, 150),
 )
 @settings(deadline=None, derandomize=True, max_examples=25)
-def test_block_mask_is_the_one_that_torch_makes(lengths, padding, block_size, window):
-    """Tile for tile, partial and full ones, against the form that holds all pairs of tokens."""
+def test_block_mask_visits_every_tile_that_torch_visits(lengths, padding, block_size, window):
+    """And calls no tile full that is not, so that the rule decides wherever it has to."""
     position, document = pack(tuple(lengths), padding)
     layout = training_layout(row(*position), row(*document), block_size)
     found = flex_block_mask(layout, layout, window)
     size = layout.position.shape[1]
     expected = create_block_mask(found.mask_mod, 1, None, size, size, device="cpu")
     assert found.shape == expected.shape
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, columns = getattr(found, f"{name}_num_blocks"), getattr(found, f"{name}_indices")
-        assert counts.equal(getattr(expected, f"{name}_num_blocks"))
-        assert columns.equal(getattr(expected, f"{name}_indices"))
+    visited, full = tiles_of(found)
+    needed, all_full = tiles_of(expected)
+    assert not (needed & ~visited).any()
+    assert not (full & ~all_full).any()
+    if len(lengths) == 1 and not padding and window is None:
+        assert visited.equal(needed)
+        assert full.equal(all_full)
+
+
+def tiles_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """[rows, columns]: tiles that are visited, and those for which the rule is not asked.
+
+    Both ways round, which must say the same: by rows, as the forward pass reads them, and by
+    columns, as the backward pass does.
+    """
+    found = []
+    for side in ("kv", "q"):
+        partial, full = (
+            listed(
+                getattr(mask, f"{kind}{side}_num_blocks"), getattr(mask, f"{kind}{side}_indices")
+            )
+            for kind in ("", "full_")
+        )
+        assert not (partial & full).any()
+        found.append((partial | full, full))
+    by_rows, by_columns = found
+    assert all(rows.equal(columns.T) for rows, columns in zip(by_rows, by_columns, strict=True))
+    return by_rows
+
+
+def listed(counts: Tensor, columns: Tensor) -> Tensor:
+    """[rows, columns] bool from the counts and indices of a BlockMask's first row of a batch."""
+    chosen = torch.zeros(columns.shape[2:], dtype=torch.bool)
+    for line, count, indices in zip(chosen, counts[0, 0], columns[0, 0], strict=True):
+        line[indices[:count].long()] = True
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_block_mask_of_packed_rows_visits_few_tiles_too_many(seed):
+    """A training row as it is computed: documents, padding, and blocks without a mask cut out."""
+    lengths = torch.randint(60, 250, (1, 8), generator=torch.Generator().manual_seed(seed))
+    position, document = document_places(lengths, 2048)
+    tokens = torch.arange(2048)[None]
+    masked = draw_batch_noise(seed, 0, [[*range(8)]], lengths.tolist(), 2048)
+    labels = tokens.masked_fill(document == PADDING, IGNORE)
+    view = noisy_view(tokens, labels, position, document, masked, 8, mask_token_id=0)
+    layout = drop_idle_blocks(view).layout
+    visited, _ = tiles_of(flex_block_mask(layout, layout))
+    seen = visible(layout, layout)[0, 0]
+    rest = -len(seen) % 128
+    tiles = torch.nn.functional.pad(seen, (0, rest, 0, rest)).view(len(visited), 128, -1, 128)
+    needed = tiles.any(3).any(1)
+    assert not (needed & ~visited).any()
+    assert visited.sum() <= 1.1 * needed.sum()
 
 
 def test_block_mask_skips_blocks_that_nobody_sees():
