@@ -69,8 +69,11 @@ def ours(**options: Any) -> Contender:
     return run
 
 
-def transformers_generate(**options: Any) -> Contender:
-    """transformers' own greedy `generate`, prompts padded on the left, no mask token."""
+def transformers_generate(stock: Any = None, **options: Any) -> Contender:
+    """transformers' own greedy `generate`, prompts padded on the left, no mask token.
+
+    stock: the same network with its linear layers as transformers has them, for a packed model.
+    """
 
     def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
         width = max(map(len, prompts))
@@ -79,7 +82,7 @@ def transformers_generate(**options: Any) -> Contender:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, width - len(prompt) :] = 1
-        network: Any = model.network
+        network: Any = stock or model.network
         ends = sorted(model.eos_token_ids)
 
         def timed(count: int) -> tuple[float, torch.Tensor]:
@@ -119,13 +122,16 @@ def transformers_generate(**options: Any) -> Contender:
 
 
 def contenders(
-    batch_size: int, solvers: Sequence[str] = (), block_sizes: Sequence[int] = ()
+    batch_size: int,
+    solvers: Sequence[str] = (),
+    block_sizes: Sequence[int] = (),
+    stock: Any = None,
 ) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
     solvers: of mode "sbd"; block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or
     the arithmetic's. Names tell them where there are several. transformers looks up prompts for
-    one row at a time only.
+    one row at a time only. stock: the network that it gets, see `transformers_generate`.
     """
 
     def name(mode: str, size: int | None, solver: str | None = None) -> str:
@@ -141,10 +147,10 @@ def contenders(
             found[name("sbd", size.get("block_size"), solver)] = ours(**options)
     for size in sizes:
         found[name("verified", size.get("block_size"))] = ours(mode="verified", **size)
-    found["transformers"] = transformers_generate()
+    found["transformers"] = transformers_generate(stock)
     if batch_size == 1:
         found["transformers-lookup"] = transformers_generate(
-            prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True
+            stock, prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True
         )
     return found
 

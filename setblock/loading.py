@@ -16,7 +16,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
-from setblock import adapters
+from setblock import adapters, packed
 from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
 from setblock.mask_token import rows_of
 from setblock.model import Model, check_architecture
@@ -36,6 +36,7 @@ def load(
     mask_token_id: int | None = None,
     four_bit: bool = False,
     compile: bool = False,
+    pack: bool | None = False,
 ) -> Model:
     """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
 
@@ -47,9 +48,13 @@ def load(
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
     compile: decode in kernels that torch.compile makes, see Model.compile.
+    pack: lay out linear layers' weights for decoding on a CPU, see Model.pack; None for where that
+    is possible.
     Raises: ModelError.
     """
     model = _load(str(name_or_path), dtype, device, mask_token_id, four_bit)
+    if pack or (pack is None and packed.missing(model.device, model.dtype) is None):
+        model.pack()
     if compile:
         model.compile()
     return model

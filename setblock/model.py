@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from setblock import adapters, attention, machines, mask_token, roofline
+from setblock import adapters, attention, machines, mask_token, packed, roofline
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.masks import Layout, flex_block_mask, visible
@@ -125,6 +125,7 @@ class Model:
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self._windows = _windows(network.config)
+        self.packed = False  # whether pack() was called
         self._compiled: Any = None  # of `_run`, once compile() was called
         # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
         self.watch: Callable[[list[int], Layout, int], None] | None = None
@@ -202,6 +203,17 @@ class Model:
         logits = output.logits.float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits
+
+    def pack(self) -> None:
+        """Lay out the linear layers' weights in the order that a CPU's kernels compute in.
+
+        Forwards of few tokens are quicker then; nothing can be trained or saved any more.
+        Raises: ModelError where that is not possible.
+        """
+        if why := packed.missing(self.device, self.dtype):
+            raise ModelError(f"pack: {why}")
+        packed.pack(self.network)
+        self.packed = True
 
     def compile(self) -> None:
         """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, run in kernels

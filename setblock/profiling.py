@@ -30,7 +30,14 @@ KINDS = ("head", "solver", "cache", "attention", "linears", "other")
 REST = "python"
 OPERATIONS = {
     "attention": ("scaled_dot_product", "flex_attention"),
-    "linears": ("aten::linear", "aten::addmm", "aten::mm", "aten::bmm", "mkldnn::_linear"),
+    "linears": (
+        "aten::linear",
+        "aten::addmm",
+        "aten::mm",
+        "aten::bmm",
+        "mkldnn::",
+        "setblock::linear",
+    ),
 }
 # Ours, by the place where they are looked up.
 FUNCTIONS = (
@@ -99,7 +106,7 @@ def _watched(
             if event.device_type.name != "CPU":
                 continue
             micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-            if event.name.startswith(("aten::", "mkldnn::", "flex")):
+            if event.name.startswith(("aten::", "mkldnn::", "setblock::", "flex")):
                 spent[_kind_of(event)] += micros / 1e6
     return wall_s, spent, answers
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from setblock import contenders, evaluate, nano, records
+from setblock import contenders, evaluate, nano, packed, records
 from setblock.model import Model
 
 SHORT = ["--max-new-tokens", "8"]
@@ -289,12 +289,14 @@ def test_profile_every_option(run, trained, tmp_path, compiled):
         "--limit", "2", "--prompt-length", "8", "--max-new-tokens", "4", "--repeats", "1",
         "--mode", "ntp", "--mode", "sbd", "--solver", "fixed:2", "--block-size", "4",
         "--mask-token-id", "9", "--dtype", "float32", "--device", "cpu", "--compile", "on",
+        "--pack", "off",
     ]  # fmt: skip
     record = run("profile", trained, *words, "--out", path, "--json").json
     assert record == json.loads(path.read_text())
     assert [line["mode"] for line in record["results"]] == ["ntp", "sbd"]
     assert record["results"][1]["nfe"] < record["results"][0]["nfe"]
     assert (record["dtype"], record["request"]["compile"], len(compiled)) == ("float32", "on", 1)
+    assert (record["packed"], record["request"]["pack"]) == (False, "off")
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
     few = ["--task", "gsm8k", "--data", data, "--repeats", "1", "--max-new-tokens", "2"]
@@ -324,6 +326,40 @@ def test_compile_reaches_every_command_that_decodes(run, trained, compiled, tmp_
     text.write_text("one two three")
     words = ["--task", "perplexity", "--data", text, "--compile", "on"]
     assert "--compile: perplexity reads text" in run("evaluate", trained, *words).error
+
+
+def test_pack_reaches_every_command_that_decodes(run, trained, monkeypatch, tmp_path):
+    """On unless it is off; test_packed.py does it."""
+    told: list[Model] = []
+
+    def pack(model: Model) -> None:
+        told.append(model)
+        model.packed = True
+
+    monkeypatch.setattr(Model, "pack", pack)
+    monkeypatch.setattr(packed, "missing", lambda *_: None)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three")
+    few = ["--limit", "1", "--max-new-tokens", "2", "--json"]
+    calls = [
+        ["generate", trained, "--prompt-ids", "5,6", *few[2:]],
+        ["evaluate", trained, "--task", "lists", *few],
+        ["evaluate", trained, "--task", "perplexity", "--data", text, "--json"],
+        ["benchmark", trained, *few, "--repeats", "1", "--cached", "0"],
+        ["profile", trained, *few, "--repeats", "1", "--mode", "ntp"],
+    ]
+    for count, words in enumerate(calls, start=1):
+        for given in ([], ["--pack", "on"]):
+            found = run(*words, *given).json
+        assert len(told) == 2 * count, words
+        assert found.get("packed", True), words
+        run(*words, "--pack", "off")
+        assert len(told) == 2 * count, words
+    run("info", trained)
+    assert len(told) == 2 * len(calls)
+    monkeypatch.undo()
+    monkeypatch.setattr(packed, "missing", lambda *_: "no kernels")
+    assert "pack: no kernels" in run(*calls[0], "--pack", "on").error
 
 
 def test_several_solvers_and_block_sizes_in_one_run(run, trained):

@@ -12,10 +12,10 @@ from setblock.model import ModelError
 DECODE = """
 import json, sys
 import setblock
-folder, prompts, words = json.load(sys.stdin)
+folder, prompts, words, pack = json.load(sys.stdin)
 ways = [{"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2}]
-for compile in (False, True):
-    model = setblock.load(folder, dtype="float32", device="cpu", compile=compile)
+for compile, pack in ((False, False), (True, pack)):
+    model = setblock.load(folder, dtype="float32", device="cpu", compile=compile, pack=pack)
     for way in ways:
         found = setblock.generate(model, prompts, block_size=4, max_new_tokens=12, **way, **words)
         print(json.dumps([[one.token_ids, one.nfe] for one in found]))
@@ -51,13 +51,14 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
     assert done.stdout.split() == ["same", "same"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_tokens_are_the_same(checkpoint, kind):
+# None: packed where that is possible.
+@pytest.mark.parametrize(("kind", "pack"), [("llama", None), ("qwen3", False)])
+def test_tokens_are_the_same(checkpoint, kind, pack):
     prompts, words = [[5, 9, 30], [7, 7, 12, 40, 8]], {"ignore_eos": True}
+    told = json.dumps([str(checkpoint(kind)), prompts, words, pack])
     done = subprocess.run(
-        [sys.executable, "-c", DECODE], input=json.dumps([str(checkpoint(kind)), prompts, words]),
-        text=True, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-c", DECODE], input=told, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *lines, counts = done.stdout.splitlines()
     assert len(lines) == 6

@@ -19,6 +19,7 @@ LEVELS = (
         "execution",
         "sampling",
         "attention",
+        "packed",
         "head",
         "data",
         "config",

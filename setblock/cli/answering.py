@@ -22,6 +22,7 @@ from setblock.cli.common import (
     Mode,
     ModelName,
     ModeOption,
+    PackOption,
     SeedFirstOption,
     SeedsOption,
     SolverOption,
@@ -81,6 +82,7 @@ def generate(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Switch.off,
+    pack: PackOption = None,
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Show what each forward revealed.")
     ] = False,
@@ -93,7 +95,7 @@ def generate(
     from setblock.generation import encode, settings_for, stream
 
     text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
-    model = load_model(model_name, dtype, device, mask_token_id, compile)
+    model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
         "solver": solver,
@@ -163,7 +165,7 @@ def info(
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's architecture, mask token, whether it is SBD-trained, and its defaults."""
-    model = load_model(model_name, dtype, device, mask_token_id)
+    model = load_model(model_name, dtype, device, mask_token_id, pack=Switch.off)
     config = model.network.config
     facts = {
         "model": model.name,

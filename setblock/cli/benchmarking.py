@@ -20,6 +20,7 @@ from setblock.cli.common import (
     MaskTokenOption,
     Mode,
     ModelName,
+    PackOption,
     SolverOption,
     Switch,
     app,
@@ -83,6 +84,7 @@ def benchmark(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Switch.off,
+    pack: PackOption = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the record to this JSON file.")
     ] = None,
@@ -90,7 +92,8 @@ def benchmark(
 ) -> None:
     """Time token-by-token, set block and verified decoding beside transformers' own, and vLLM's.
 
-    All answer the same prompts greedily, with the same weights, in turns: first a round that warms
+    All answer the same prompts greedily, with the same weights (transformers' as it loads them,
+    neither packed nor compiled), in turns: first a round that warms
     up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
     decoding of the same round; the median, least and most stand in the table. Besides, single
     forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up
@@ -120,9 +123,9 @@ def benchmark(
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
-    request |= {"compile": compile.value}
+    request |= {"compile": compile.value, "pack": pack and pack.value}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
-    model = load_model(model_name, dtype, device, mask_token_id, compile)
+    model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     warn_untrained(model, "sbd")
     if ignore_eos:
         model.eos_token_ids = frozenset()
@@ -147,9 +150,14 @@ def benchmark(
     record = journal.record
     dimensions = machines.dimensions_of(model.network.config)
     record["dimensions"] = asdict(dimensions)
-    record |= {"dtype": str(model.dtype).removeprefix("torch."), "chat": chat, "forwards": []}
+    record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
+    record |= {"chat": chat, "forwards": []}
     sizes = batch_size or [1]
     longest = max(prompt_length or map(len, ids))
+    stock = None  # what transformers itself would decode with
+    if model.packed:
+        plain = load_model(model_name, dtype, device, mask_token_id, pack=Switch.off)
+        stock = plain.network
     with ExitStack() as running:
         engine = None
         missing = contenders.vllm_missing(model)
@@ -164,7 +172,7 @@ def benchmark(
         for length in prompt_length or [None]:
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:
-                rivals = contenders.contenders(batch, solver or (), block_size or ())
+                rivals = contenders.contenders(batch, solver or (), block_size or (), stock)
                 if engine is not None:
                     rivals["vllm"] = engine
                 with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
@@ -209,6 +217,7 @@ def profile(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Switch.off,
+    pack: PackOption = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the record to this JSON file.")
     ] = None,
@@ -235,11 +244,12 @@ def profile(
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
     request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}
+    request |= {"pack": pack and pack.value}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
-    model = load_model(model_name, dtype, device, mask_token_id, compile)
+    model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     ids = encode(model, texts, model.tokenizer.chat_template is not None)
     prompts = [measure.stretched(one, prompt_length) for one in ids]
-    journal.record |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    journal.record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
     ways = {}
     for one in modes:
         options: dict[str, Any] = {"mode": one.value, "max_new_tokens": max_new_tokens}

@@ -162,6 +162,14 @@ CompileOption = Annotated[
         "minute or more, and less the next time.",
     ),
 ]
+PackOption = Annotated[
+    Switch | None,
+    typer.Option(
+        "--pack",
+        help="on: lay out linear layers' weights for a CPU's kernels while loading. Default: on "
+        "where that is possible.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -171,6 +179,7 @@ def load_model(
     device: str | None,
     mask_token_id: int | None,
     compile: Switch = Switch.off,
+    pack: Switch | None = None,
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
     from transformers.utils import logging as transformers_logging
@@ -188,6 +197,7 @@ def load_model(
             device=device,
             mask_token_id=mask_token_id,
             compile=compile is Switch.on,
+            pack=None if pack is None else pack is Switch.on,
         )
 
 

@@ -21,6 +21,7 @@ from setblock.cli.common import (
     JsonOption,
     MaskTokenOption,
     Mode,
+    PackOption,
     SeedFirstOption,
     SeedsOption,
     Switch,
@@ -104,6 +105,7 @@ def evaluate(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Switch.off,
+    pack: PackOption = None,
     out_file: Annotated[
         Path | None,
         typer.Option(
@@ -138,6 +140,7 @@ def evaluate(
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": "on"} if compile is Switch.on else {}
+    models |= {"pack": pack.value} if pack else {}
     models["weights"] = [fingerprint(name) for name in model_names]
     given = {
         "mode": mode,
@@ -225,7 +228,7 @@ def evaluate(
     firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
     run = 0
     for model_name in model_names:
-        model = load_model(model_name, dtype, device, mask_token_id, compile)
+        model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         for one in modes:
             warn_untrained(model, one.value)
         for options in settings:
@@ -275,7 +278,8 @@ def _judge_texts(
     for run, name in enumerate(models["models"]):
         if journal.finished(run) is None:
             dtype = models["dtype"] and Dtype(models["dtype"])
-            model = load_model(name, dtype, models["device"], models["mask_token_id"])
+            pack = Switch(models["pack"]) if "pack" in models else None
+            model = load_model(name, dtype, models["device"], models["mask_token_id"], pack=pack)
             with err.status(Text(f"{name} reads {data.name}")):
                 line = judge(model, data, window)
             journal.finish(line)

@@ -17,6 +17,7 @@ from setblock.cli.common import (
     ModelName,
     ModeOption,
     SolverOption,
+    Switch,
     app,
     load_model,
     out,
@@ -41,7 +42,7 @@ def export(
     from setblock.export import export as write
 
     # As it is stored, where nothing is said.
-    model = load_model(model_name, dtype or "auto", "cpu", mask_token_id)
+    model = load_model(model_name, dtype or "auto", "cpu", mask_token_id, pack=Switch.off)
     write(model, output_dir)
     if as_json:
         print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})

@@ -14,6 +14,7 @@ from setblock.cli.common import (
     Dtype,
     JsonOption,
     MaskTokenOption,
+    Switch,
     app,
     err,
     fail,
@@ -166,7 +167,8 @@ def merge(
 
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty")
-    fold(load_model(model_name, Dtype.float32, "cpu", None), output_dir, dtype.value)
+    model = load_model(model_name, Dtype.float32, "cpu", None, pack=Switch.off)
+    fold(model, output_dir, dtype.value)
     summary = {"model": model_name, "output_dir": str(output_dir), "dtype": dtype.value}
     if as_json:
         print_json(summary)

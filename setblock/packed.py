@@ -1,0 +1,87 @@
+"""Linear layers on a CPU whose weights are laid out once, in the order that oneDNN computes in.
+
+torch hands a linear layer's weights to its kernels row by row. One token's product then runs at a
+fraction of what the memory gives, and oneDNN reorders the weights again in every forward of several
+tokens. Laid out beforehand they are read once, in order; the products are the same but for the
+order of their sums.
+"""
+
+import itertools
+import platform
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+HINT = 16  # tokens that the layout is chosen for; the same was chosen for 1 and 64
+
+# torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
+_numbers = itertools.count()
+_weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+_library = torch.library.Library("setblock", "DEF")
+_library.define("linear(Tensor hidden, int number, int width, Tensor? bias) -> Tensor")
+
+
+def _linear(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
+    weight = _weights[number]
+    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+
+
+def _shape(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], width)
+
+
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("setblock::linear", _shape)
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer that only decodes: it has no gradients and can't be saved."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.width, self.bias = layer.out_features, layer.bias
+        weight = layer.weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
+        self.number = next(_numbers)
+        _weights[self.number] = self.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise RuntimeError("packed weights have no gradients: load the model with pack=False")
+        return torch.ops.setblock.linear(hidden, self.number, self.width, self.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        raise RuntimeError("packed weights can't be copied: load the model with pack=False")
+
+    def _save_to_state_dict(self, *words: Any, **given: Any) -> None:
+        raise RuntimeError("packed weights can't be saved: load the model with pack=False")
+
+
+def missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why weights of this type can't be packed there; None if they can."""
+    if device.type != "cpu":
+        return f"the model is on {device}"
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.enabled:
+        return "torch's oneDNN kernels need an x86 processor"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch is built without oneDNN"
+    known = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return None if known.get(dtype) else f"oneDNN has no kernels here for {dtype}"
+
+
+def pack(network: torch.nn.Module) -> None:
+    """Lay out the weights of all plain linear layers, in place of their own.
+
+    Effects: replaces the layers; a weight that another module shares, as an embedding does with the
+    head, stays there besides.
+    """
+    for name, layer in list(network.named_modules()):
+        if type(layer) is torch.nn.Linear:  # subclasses store or compute something else
+            network.set_submodule(name, PackedLinear(layer))

@@ -1,0 +1,138 @@
+"""Linear layers laid out for oneDNN: the same products, with and without torch.compile."""
+
+import copy
+
+import pytest
+import torch
+
+from setblock import adapters, generate, packed
+from setblock.loading import load
+from setblock.masks import causal_layout
+from setblock.model import ModelError
+from setblock.packed import PackedLinear
+
+_WHY = packed.missing(torch.device("cpu"), torch.float32)
+pytestmark = [
+    pytest.mark.skipif(_WHY is not None, reason=str(_WHY)),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 16), (3, 5), (2, 300)])
+def test_products_are_the_same(shape, bias, dtype):
+    if packed.missing(torch.device("cpu"), dtype):
+        pytest.skip("no kernels for this type here")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 33, bias=bias, dtype=dtype)
+    hidden = torch.randn(*shape, 48, dtype=dtype)
+    with torch.no_grad():
+        expected, found = layer(hidden), PackedLinear(layer)(hidden)
+    assert found.shape == expected.shape
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_tokens_are_the_same(checkpoint, kind):
+    plain, laid_out = (load(checkpoint(kind), device="cpu", pack=pack) for pack in (False, True))
+    assert (plain.packed, laid_out.packed) == (False, True)
+    kept = [type(layer) for layer in laid_out.network.modules()]
+    assert kept.count(PackedLinear) == [type(layer) for layer in plain.network.modules()].count(
+        torch.nn.Linear
+    )
+    for way in ({"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2}):
+        words = {"block_size": 4, "max_new_tokens": 12, "ignore_eos": True, **way}
+        expected, found = (generate(one, PROMPTS, **words) for one in (plain, laid_out))
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert [one.nfe for one in found] == [one.nfe for one in expected]
+
+
+def test_a_shared_embedding_stays(checkpoint):
+    model = load(checkpoint("llama-tied"), device="cpu", pack=True)
+    assert isinstance(model.network.get_output_embeddings(), PackedLinear)
+    assert model.network.get_input_embeddings().weight.shape[0] == model.vocab_size
+
+
+@pytest.fixture
+def gated(checkpoint, tmp_path):
+    """The folder of a gated adapter that does something."""
+    base = load(checkpoint("llama"), device="cpu")
+    folder = str(checkpoint("llama"))
+    adapted = adapters.attach(base.network, folder, "gated", base.mask_token_id, rank=4, alpha=8)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.3)
+    adapted.save_pretrained(str(tmp_path))
+    return tmp_path
+
+
+def test_a_gated_adapter_leaves_next_tokens_alone(checkpoint, gated):
+    """Both packed: the same logits to the bit at equal shapes; the adapter's own are packed too."""
+    base, adapted = (load(name, device="cpu", pack=True) for name in (checkpoint("llama"), gated))
+    assert adapted.gated
+    layers = [type(layer) for layer in adapted.network.modules()]
+    assert torch.nn.Linear not in layers
+    assert layers.count(PackedLinear) > [type(one) for one in base.network.modules()].count(
+        PackedLinear
+    )
+    tokens = torch.tensor([[5, 9, 30, 11]])
+    clean = causal_layout(torch.arange(4)[None])
+    assert torch.equal(adapted.forward(tokens, clean), base.forward(tokens, clean))
+    words = {"mode": "sbd", "block_size": 4, "max_new_tokens": 12, "ignore_eos": True}
+    plain = generate(load(gated, device="cpu"), PROMPTS, **words)
+    found = generate(adapted, PROMPTS, **words)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert [one.token_ids for one in found] != [
+        one.token_ids for one in generate(base, PROMPTS, **words)
+    ]
+
+
+def test_other_kinds_of_layers_are_left_alone():
+    class Own(torch.nn.Linear):
+        pass
+
+    network = torch.nn.Sequential(Own(4, 4), torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4))
+    packed.pack(network)
+    assert [type(layer) for layer in network] == [Own, PackedLinear, torch.nn.Embedding]
+
+
+def test_weights_are_let_go():
+    layer = PackedLinear(torch.nn.Linear(4, 4))
+    number = layer.number
+    assert number in packed._weights
+    del layer
+    assert number not in packed._weights
+
+
+def test_what_packed_weights_cannot_do():
+    layer = PackedLinear(torch.nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"packed weights have no gradients: .* pack=False"):
+        layer(torch.ones(1, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"packed weights can't be saved: .* pack=False"):
+        layer.state_dict()
+    with pytest.raises(RuntimeError, match=r"packed weights can't be copied: .* pack=False"):
+        copy.deepcopy(layer)
+
+
+def test_where_packing_is_impossible(checkpoint, monkeypatch):
+    assert packed.missing(torch.device("cuda:1"), torch.float32) == "the model is on cuda:1"
+    assert "no kernels here for torch.float64" in str(
+        packed.missing(torch.device("cpu"), torch.float64)
+    )
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert not load(checkpoint("llama"), device="cpu", pack=None).packed
+    with pytest.raises(ModelError, match="pack: torch's oneDNN kernels need an x86 processor"):
+        load(checkpoint("llama"), device="cpu", pack=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "without oneDNN" in str(packed.missing(torch.device("cpu"), torch.float32))
+
+
+def test_where_it_is_possible(checkpoint):
+    assert load(checkpoint("llama"), device="cpu", pack=None).packed
