@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-HINT = 16  # tokens that the layout is chosen for; the same was chosen for 1 and 64
+HINT = 16  # tokens that the layout is chosen for
+SMALLEST = 2**16  # weights of a layer; calling these kernels costs more than smaller ones take
 
 # torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
 _numbers = itertools.count()
@@ -77,11 +78,12 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def pack(network: torch.nn.Module) -> None:
-    """Lay out the weights of all plain linear layers, in place of their own.
+    """Lay out the weights of all plain linear layers but the smallest, in place of their own.
 
     Effects: replaces the layers; a weight that another module shares, as an embedding does with the
     head, stays there besides.
     """
     for name, layer in list(network.named_modules()):
-        if type(layer) is torch.nn.Linear:  # subclasses store or compute something else
+        # Subclasses store or compute something else.
+        if type(layer) is torch.nn.Linear and layer.weight.numel() >= SMALLEST:
             network.set_submodule(name, PackedLinear(layer))

@@ -12,6 +12,8 @@ from setblock.model import ModelError
 DECODE = """
 import json, sys
 import setblock
+import setblock.packed
+setblock.packed.SMALLEST = 0  # the layers of a small model too
 folder, prompts, words, pack = json.load(sys.stdin)
 ways = [{"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2}]
 for compile, pack in ((False, False), (True, pack)):

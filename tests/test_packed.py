@@ -20,6 +20,11 @@ pytestmark = [
 PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8]]
 
 
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    monkeypatch.setattr(packed, "SMALLEST", 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 16), (3, 5), (2, 300)])
@@ -100,6 +105,13 @@ def test_other_kinds_of_layers_are_left_alone():
     network = torch.nn.Sequential(Own(4, 4), torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4))
     packed.pack(network)
     assert [type(layer) for layer in network] == [Own, PackedLinear, torch.nn.Embedding]
+
+
+def test_small_layers_are_left_alone(monkeypatch):
+    monkeypatch.setattr(packed, "SMALLEST", 20)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5))
+    packed.pack(network)
+    assert [type(layer) for layer in network] == [torch.nn.Linear, PackedLinear]
 
 
 def test_weights_are_let_go():
