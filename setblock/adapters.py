@@ -62,9 +62,23 @@ def attach(
     )
     adapted: Any = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
+    return _to_train(adapted)
+
+
+def attach_again(network: PreTrainedModel, folder: str | Path) -> "PeftModel":
+    """The base network with the adapter of this folder, to go on training it.
+
+    Effects: as those of `attach`.
+    """
+    from peft import PeftModel
+
+    return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
+
+
+def _to_train(adapted: Any) -> "PeftModel":
     # peft would store all of an embedding that got a row for the mask token: its delta is enough.
     adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
-    if gated and tied:
+    if is_gated(adapted) and adapted.config.tie_word_embeddings:
         adapted.get_output_embeddings().requires_grad_(False)
     return adapted
 
@@ -81,14 +95,16 @@ class Addition(torch.nn.Module):
 
     def __init__(self, layer: Any, adapter: str) -> None:
         super().__init__()
-        self.scaling = layer.scaling[adapter]
         kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
         kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
         self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
+        with torch.no_grad():  # the scaling once and for all
+            self.up.weight *= layer.scaling[adapter]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        more = self.up(self.down(hidden.to(self.down.weight.dtype))) * self.scaling
-        return more.to(hidden.dtype)
+    def forward(self, hidden: torch.Tensor, noisy: torch.Tensor) -> torch.Tensor:
+        """Zeros for tokens that are not noisy, [..., 1]."""
+        thin = self.down(hidden.to(self.down.weight.dtype))
+        return self.up(thin * noisy).to(hidden.dtype)
 
 
 class GatedLinear(torch.nn.Module):
@@ -106,7 +122,7 @@ class GatedLinear(torch.nn.Module):
         result = self.base(hidden)
         if self.gate.noisy is None:
             return result
-        return torch.where(self.gate.noisy, result + self.addition(hidden), result)
+        return result + self.addition(hidden, self.gate.noisy)
 
 
 class MaskEmbedding(torch.nn.Module):

@@ -82,5 +82,5 @@ class Additions(torch.nn.Module):
         if self.gate.noisy is None:
             return output
         result, bias = output
-        more = torch.cat([part(args[0]) for part in self.parts], dim=-1)
-        return torch.where(self.gate.noisy, result + more, result), bias
+        more = [part(args[0], self.gate.noisy) for part in self.parts]
+        return result + torch.cat(more, dim=-1), bias
