@@ -65,10 +65,8 @@ def evaluate(
         again as a whole: a row's entropies differ in their last bits with the rows beside it.
     """
     score = Score(list(known))
-    chat = form is None or form.chat
     done = {sample.index for sample in known}
-    texts = [form.prompt(one) if form else one.prompt for one in problems]  # type: ignore[arg-type]
-    prompts = encode(model, texts, chat)
+    prompts = _prompts(model, problems, form)
     asked = [rows for rows in batches(prompts, batch_size) if not done.issuperset(rows)]
     missing = [index for rows in asked for index in rows]
     prompts = [prompts[index] for index in missing]
@@ -99,6 +97,14 @@ def evaluate(
             on_progress(score)
 
 
+def _prompts(
+    model: Model, problems: Sequence[nano.Problem] | Sequence[Item], form: Form | None
+) -> list[list[int]]:
+    """Token ids of what is asked."""
+    texts = [form.prompt(one) if form else one.prompt for one in problems]  # type: ignore[arg-type]
+    return encode(model, texts, form is None or form.chat)
+
+
 def run(
     model: Model,
     task: str,
@@ -112,6 +118,7 @@ def run(
     """One line of a record, a model's score on a task under one setting, and what it sums up.
 
     peak_bytes: the most memory in use, on a GPU during this run, on a CPU by the whole process.
+    least_bytes: what the weights, and the keys and values of the largest batch, take by arithmetic.
     acceptance: of drafted tokens by branches, fitted to tokens per forward; None in other modes.
     """
     if model.device.type == "cuda":
@@ -126,6 +133,11 @@ def run(
         acceptance = fitted_acceptance(
             settings.block_size, branches, settings.seeds, result["tokens_per_forward"]
         )
+    prompts = _prompts(model, problems, form)
+    longest = max(
+        sum(len(prompts[row]) + settings.num_slots for row in rows)
+        for rows in batches(prompts, batch_size)
+    )
     line = {
         "task": task,
         "model": model.name,
@@ -134,6 +146,7 @@ def run(
         **result,
         "acceptance": acceptance,
         "peak_bytes": peak_bytes(model.device),
+        "least_bytes": model.least_bytes(longest),
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": describe(settings),

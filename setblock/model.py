@@ -125,6 +125,7 @@ class Model:
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self._windows = _windows(network.config)
+        self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         self.packed = False  # whether pack() was called
         self._compiled: Any = None  # of `_run`, once compile() was called
         # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
@@ -141,6 +142,11 @@ class Model:
     def new_cache(self, batch: int, capacity: int) -> PrefixCache:
         """An empty cache for `batch` rows of up to `capacity` tokens, a forward's own included."""
         return PrefixCache(self.network.config.num_hidden_layers, batch, capacity, self.device)
+
+    def least_bytes(self, tokens: int) -> int:
+        """Memory that the weights take, and the keys and values of so many tokens."""
+        sizes = machines.dimensions_of(self.network.config)
+        return self.weight_bytes + 2 * sizes.layers * sizes.cache * tokens * self.dtype.itemsize
 
     @torch.no_grad()  # not inference_mode: nobody outside could change its tensors in place
     def forward(

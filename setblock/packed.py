@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 HINT = 16  # tokens that the layout is chosen for
-SMALLEST = 2**16  # weights of a layer; calling these kernels costs more than smaller ones take
+SMALLEST = 2**17  # weights of a layer; calling these kernels costs more than smaller ones take
 
+_product = torch.ops.mkldnn._linear_pointwise.default
 # torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
 _numbers = itertools.count()
 _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -26,8 +27,7 @@ _library.define("linear(Tensor hidden, int number, int width, Tensor? bias) -> T
 
 
 def _linear(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
-    weight = _weights[number]
-    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+    return _product(hidden, _weights[number], bias, "none", [], "")
 
 
 def _shape(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
@@ -52,7 +52,9 @@ class PackedLinear(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise RuntimeError("packed weights have no gradients: load the model with pack=False")
-        return torch.ops.setblock.linear(hidden, self.number, self.width, self.bias)
+        if torch.compiler.is_compiling():
+            return torch.ops.setblock.linear(hidden, self.number, self.width, self.bias)
+        return _product(hidden, self.weight, self.bias, "none", [], "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         raise RuntimeError("packed weights can't be copied: load the model with pack=False")

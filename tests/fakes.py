@@ -75,7 +75,8 @@ class TableModel(Model):
         assert self.vocab_size <= 3 + len(LETTERS)
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
-        self.gated = self.adapted = False
+        self.gated = self.adapted = self.packed = False
+        self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.acceptance, self.watch = ACCEPTANCE, None
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
@@ -125,6 +126,9 @@ class TableModel(Model):
         logits = torch.where((layout.block == CLEAN)[..., None], clean, noisy)
         logits[..., MASK] = -torch.inf
         return logits if logits_at is None else logits[:, logits_at]
+
+    def least_bytes(self, tokens: int) -> int:
+        return self.weight_bytes
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> Spending:
         """As on a machine where branches cost nothing."""
