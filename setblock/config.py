@@ -93,6 +93,11 @@ class SBDConfig(SFTConfig):
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ValueError(
+                "max_steps must be at least 1, or -1 to go by num_train_epochs, got "
+                f"{self.max_steps}"
+            )
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {self.max_length}")
         if not 1 <= self.min_block_size <= self.max_block_size:

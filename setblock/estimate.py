@@ -1,6 +1,7 @@
 """What a training run will take, told before its first step."""
 
 import math
+import os
 import time
 from collections.abc import Sized
 from typing import Any
@@ -15,8 +16,9 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     """What the run will take: bytes by arithmetic, seconds and peak by one micro-batch tried now.
 
     peak_bytes: what this process held at most until now, activations included, the optimizer not.
-    The bytes are those of one process, which holds everything. Processes that share the weights
-    out among them (FSDP, DeepSpeed) try nothing: none could hold the model before it is cut.
+    The bytes are those of one process: all of the model's, or its part of `shards` under FSDP.
+    Processes that share the weights out among them (FSDP, DeepSpeed) try nothing: none could hold
+    the model before it is cut. What DeepSpeed cuts up depends on its stage, and is not divided.
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
     """
     args, network = trainer.args, trainer.model
@@ -25,9 +27,10 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     cost: dict[str, Any] = {
         "parameters": sum(p.numel() for p in network.parameters()),
         "trained_parameters": trained,
-        "weight_bytes": weights,
-        "gradient_bytes": 4 * trained,
-        "optimizer_bytes": 8 * trained if "adam" in str(args.optim).lower() else None,
+        "shards": (parts := _shards(trainer)),
+        "weight_bytes": weights // parts,
+        "gradient_bytes": 4 * trained // parts,
+        "optimizer_bytes": 8 * trained // parts if "adam" in str(args.optim).lower() else None,
         "peak_bytes": None,
         "tokens_per_second": None,
         "steps": None,
@@ -70,18 +73,38 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     return cost
 
 
+def _shards(trainer: SBDTrainer) -> int:
+    """Among how many processes FSDP shares out weights, gradients and optimizer; 1 without."""
+    if not trainer.is_fsdp_enabled:
+        return 1
+    accelerator: Any = trainer.accelerator
+    plugin, ranks = accelerator.state.fsdp_plugin, accelerator.num_processes
+    if plugin.fsdp_version == 2:
+        parallel = accelerator.parallelism_config
+        return ranks // (1 if parallel is None else parallel.dp_replicate_size)
+    strategy = str(plugin.sharding_strategy or plugin.reshard_after_forward)
+    if "NO_SHARD" in strategy:
+        return 1
+    if "HYBRID" in strategy:  # in each machine
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return ranks
+
+
 def describe(cost: dict[str, Any]) -> str:
     """One line of text for `estimate`."""
     held = [cost[f"{name}_bytes"] for name in ("weight", "gradient", "optimizer")]
     line = (
         f"{cost['trained_parameters']:,} of {cost['parameters']:,} parameters are trained; "
-        f"weights, gradients and optimizer take {sum(filter(None, held)) / 2**30:.2f} GiB beside "
-        "the activations"
+        f"weights, gradients and optimizer take {sum(filter(None, held)) / 2**30:.2f} GiB "
+        + (f"in each of {cost['shards']} processes " if cost["shards"] > 1 else "")
+        + "beside the activations"
     )
     if cost["peak_bytes"] is not None:
         without = cost["peak_bytes"] / 2**30
         line += f" (a micro-batch without the optimizer reached {without:.2f} GiB)"
-    if cost["tokens_per_second"] is not None:
+    if cost["tokens_per_second"] is None:
+        line += "; time is not estimated where processes share the weights"
+    else:
         line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
     if cost["seconds"] is not None:
         line += f", {cost['steps']:,} steps in about {cost['seconds'] / 60:,.1f} minutes"

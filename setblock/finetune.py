@@ -1,44 +1,48 @@
 """One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
 import json
-import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_check
 
 import torch
 from accelerate import PartialState
-from transformers import HfArgumentParser, TrainerState, set_seed
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from peft import PeftConfig
+from transformers import HfArgumentParser, set_seed
 
 from setblock import adapters
 from setblock.answers import regenerate
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.data import SUFFIXES, load_rows, prepare
+from setblock.data import SUFFIXES, fingerprint, load_rows, prepare
 from setblock.estimate import describe, estimate
-from setblock.loading import DTYPES, lasting, load
+from setblock.loading import DTYPES, base_of, lasting, load
 from setblock.model import Model
-from setblock.records import new_record
+from setblock.records import new_record, save_record
+from setblock.resume import (
+    OWN_FOLDER,
+    check_settings,
+    is_finished,
+    kept_lines,
+    last_checkpoint,
+    read_state,
+    write_lines,
+)
 from setblock.solvers import parse
-from setblock.train import SBDTrainer
-from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of
+from setblock.train import SBDTrainer, loss_sum
+from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of, stop_at_once
 
 ANSWERS = ("data", "model")
 ATTENTIONS = ("sdpa", "flex_attention")
-# What is not for the hub: its upload leaves out what begins with an underscore.
-OWN_FOLDER = "_run"
 # Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
 FREE = (
     *("output_dir", "max_steps", "num_train_epochs", "run_name", "report_to", "disable_tqdm"),
     *("logging_", "save_", "eval_", "hub_", "push_to_hub", "log_", "dataloader_num_workers"),
     *("do_", "load_best", "metric_for", "greater_is", "ddp_timeout", "logits_chunk_size"),
 )
-# What a finished run leaves: another one must not mix with it.
-LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
 
 
 # It checks the types of its values itself, with an error for users: no runtime type check.
@@ -137,7 +141,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
 
     arguments: fields of SBDConfig as on a command line, such as ["--max-steps", "100"].
     say: takes one line of text about what is going on, on the first rank alone.
-    Effects: a signal stops the run after its step, with a checkpoint.
+    Effects: a signal stops the run after its step, with a checkpoint; while the model answers, at
+    once, with watch.Stopped.
     Raises: ValueError for a field that there is none of or a value it can't take, for data that
     can't be read and for an output folder that holds a run already; ModelError for the model. All
     before anything is trained.
@@ -145,14 +150,27 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     facts = new_record()  # of the code that is running, whatever happens to the files meanwhile
     del facts["results"]
     config = parse_config(run, arguments)
-    settings = _settings(run, config)
-    checkpoint = _last_checkpoint(run)
-    settings_file = run.output_dir / OWN_FOLDER / "settings.json"
-    if checkpoint is not None:
-        _check_resumed(settings_file, Path(checkpoint), settings)
+    if config.process_index:  # the first rank speaks for all
+        say = _silent
+    checkpoint = last_checkpoint(run.output_dir, run.resume, say)
     names = run.split, run.prompt_field, run.completion_field
     rows = load_rows(run.data, *names, run.limit)
+    settings = {**_settings(run, config), "rows": fingerprint(rows)}
+    settings_file, log = run.output_dir / OWN_FOLDER / "settings.json", run.output_dir / "log.jsonl"
+    state, finished, lines = None, False, []
+    if checkpoint is not None:
+        check_settings(settings_file, settings)
+        state = read_state(checkpoint)
+        finished = is_finished(state, config)
+        lines = kept_lines(log, state, finished)
+    decodings = [line for line in lines if "decode_n" in line]
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
+    for name, asked in (
+        ("decode_data", held_out),
+        ("answers 'model'", rows if run.answers == "model" else None),
+    ):
+        if asked is not None and "prompt" not in asked.column_names:
+            raise ValueError(f"{name} needs rows of prompt and completion")
     judged = load_rows([run.eval_data], *names) if run.eval_data else None
     # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts. A frozen
     # base needs no more than its own precision.
@@ -164,10 +182,10 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         mask_token_id=run.mask_token_id,
         four_bit=run.method == "qlora",
     )
-    if model.adapted and (model.gated or frozen):
-        raise ValueError(
-            f"{run.model} is an adapter itself: train on its base, or on what `merge` makes of it"
-        )
+    if model.adapted:
+        run = _as_adapted(run, model)
+    if not frozen:
+        model.network.requires_grad_(True)  # a folded adapter leaves it frozen
     _check_length(config, model, typed="max_length" in _names(arguments))
     _check_saving(model)
     config.mask_token_id = model.mask_token_id
@@ -184,16 +202,24 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
         set_seed(config.seed)  # of the adapter's first values
-        network: Any = adapters.attach(
-            model.network,
-            lasting(run.model),
-            run.method,
-            model.mask_token_id,
-            run.lora_rank,
-            run.lora_alpha,
-            run.lora_dropout,
-        )
         own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
+        if model.adapted:  # up to here as it decodes: folded, or in layers that can't be trained
+            base = base_of(lasting(run.model))
+            assert base is not None
+            bare = load(base, model.dtype, config.device)
+            if bare.mask_token_id != model.mask_token_id:  # the adapter was given another one
+                bare = load(base, model.dtype, config.device, model.mask_token_id)
+            network: Any = adapters.attach_again(bare.network, lasting(run.model))
+        else:
+            network = adapters.attach(
+                model.network,
+                lasting(run.model),
+                run.method,
+                model.mask_token_id,
+                run.lora_rank,
+                run.lora_alpha,
+                run.lora_dropout,
+            )
         model = Model(network, model.tokenizer, model.name, settings=own)
     signals = SaveOnSignal()
     probe = None
@@ -205,6 +231,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
             "max_new_tokens": run.answer_tokens,
         }
         probe = DecodeProbe(model, held_out, run.decode_every, options)
+        probe.results += decodings
     try:
         trainer = SBDTrainer(
             model.network,
@@ -218,20 +245,20 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         raise ValueError(str(error)) from error
     trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
     cost = estimate(trainer)
+    say(describe(cost))
     if trainer.is_world_process_zero():
-        say(describe(cost))
-        settings_file.parent.mkdir(parents=True, exist_ok=True)
-        settings_file.write_text(json.dumps(settings, indent=2) + "\n")
+        save_record(settings, settings_file)
         if checkpoint is not None:
-            _forget_lines(run.output_dir / "log.jsonl", _state(checkpoint).global_step)
-    if checkpoint is not None and _is_finished(checkpoint, config):
-        if trainer.is_world_process_zero():
-            say(f"nothing left to train: {checkpoint} is the last step's")
-        trainer._load_from_checkpoint(checkpoint)
-        trainer.state = _state(checkpoint)
-        result = TrainOutput(trainer.state.global_step, math.nan, {})
+            write_lines(log, lines)
+    if state is not None and finished:
+        say(f"nothing left to train: {checkpoint} is the last step's")
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = state
+        total, steps = loss_sum(state), state.global_step
+        loss = None if total is None else total / steps
     else:
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+        done = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        steps, loss = done.global_step, done.metrics.get("train_loss")
     trainer.save_model(str(run.output_dir))
     if trainer.is_world_process_zero():
         trainer.create_model_card()
@@ -242,12 +269,12 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         "output_dir": str(run.output_dir),
         "method": run.method,
         "rows": len(rows),
-        "steps": result.global_step,
-        "train_loss": result.training_loss if math.isfinite(result.training_loss) else None,
+        "steps": steps,
+        "train_loss": loss,
         "mask_token_id": model.mask_token_id,
         "stopped_by": signals.stopped,
         "estimate": cost,
-        "decode": probe.results if probe else [],
+        "decode": probe.results if probe else decodings,
         "log": trainer.state.log_history,
     }
     if trainer.is_world_process_zero():
@@ -289,6 +316,11 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
     if config.activation_offloading and config.use_cpu:
         raise ValueError("activation_offloading needs a GPU")
+    if (run.eval_data is None) != (config.eval_strategy == "no"):
+        raise ValueError(
+            "eval_data and eval_strategy (steps or epoch) need each other, got "
+            f"eval_data={run.eval_data!r}, eval_strategy={str(config.eval_strategy.value)!r}"
+        )
     for name in ("chat_template_path", "eos_token"):
         if getattr(config, name, None) is not None:
             raise ValueError(f"{name}: give the model's tokenizer this setting instead")
@@ -314,40 +346,32 @@ def _settings(run: Run, config: SBDConfig) -> dict[str, Any]:
     return json.loads(json.dumps({**theirs, **own}, default=str))
 
 
-def _check_resumed(file: Path, checkpoint: Path, new: dict[str, Any]) -> None:
-    """Raises: ValueError for settings other than those of the run to go on with."""
-    if not any(checkpoint.glob("optimizer*")):
+def _as_adapted(run: Run, model: Model) -> Run:
+    """The run with the settings of the adapter that it goes on training, or folds in.
+
+    Raises: ValueError for an adapter of another method or other settings.
+    """
+    own = "gated" if model.gated else "lora"
+    if (run.method, own) == ("full", "lora"):
+        return run
+    if run.method != own:
         raise ValueError(
-            f"resume: {checkpoint} has no optimizer state (save_only_model); it can't repeat the "
-            "run that made it"
+            f"{run.model} is an adapter itself: go on training it with --method {own}, or train on "
+            "its base"
         )
-    if not file.is_file():
-        raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
-    old = json.loads(file.read_text())
-    changed = [name for name in new if name in old and old[name] != new[name]]
-    if changed:
-        differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)
-        raise ValueError(f"resume: other settings than the run to go on with: {differences}")
-
-
-def _state(checkpoint: str) -> TrainerState:
-    return TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-
-
-def _is_finished(checkpoint: str, config: SBDConfig) -> bool:
-    state = _state(checkpoint)
-    if config.max_steps > 0:
-        return state.global_step >= config.max_steps
-    return bool(state.epoch) and state.epoch >= config.num_train_epochs
-
-
-def _forget_lines(log: Path, step: int) -> None:
-    """Cut the log's lines of steps after this one: they will be made again."""
-    if not log.is_file():
-        return
-    lines = log.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    config: Any = PeftConfig.from_pretrained(lasting(run.model))
+    trained = (config.trainable_token_indices or {}).values()
+    if not any(model.mask_token_id in tokens for tokens in trained):
+        raise ValueError(
+            f"{run.model} has no trained embedding of mask token {model.mask_token_id}: train on "
+            "its base"
+        )
+    kept = {name: getattr(config, name) for name in ("lora_alpha", "lora_dropout")}
+    kept["lora_rank"] = config.r
+    for name, value in kept.items():
+        if getattr(run, name) not in (getattr(Run, name), value):
+            raise ValueError(f"{name} of {run.model} is {value}, got {getattr(run, name)}")
+    return replace(run, **kept)
 
 
 def _check_saving(model: Model) -> None:
@@ -378,24 +402,6 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
     write_settings(output_dir, **settings)
 
 
-def _last_checkpoint(run: Run) -> str | None:
-    """The checkpoint to go on from; refuses to mix two runs in one folder."""
-    folder = str(run.output_dir)
-    found = get_last_checkpoint(folder) if run.output_dir.is_dir() else None
-    left = [name for name in LEFT if (run.output_dir / name).exists()]
-    if run.resume and found is None:
-        hint = ""
-        if (run.output_dir / OWN_FOLDER / "answers.jsonl").exists():
-            hint = "; without --resume the same command goes on with the answers it has"
-        raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
-    if not run.resume and (found is not None or left):
-        raise ValueError(
-            f"{folder} holds an earlier run ({', '.join(left) or found}): go on with --resume, or "
-            "choose another output folder"
-        )
-    return found
-
-
 def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
     if config.max_length is None or config.max_length <= model.context_length:
         return
@@ -415,8 +421,6 @@ def _as_prompts(
     Rows too long to be answered are left out, and counted aloud.
     """
     rows = prepare(rows, model.tokenizer, run.chat)
-    if "prompt" not in rows.column_names:
-        raise ValueError("decoding needs rows of prompt and completion")
     slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
     room = model.context_length - slots
     kept = [row for row, prompt in enumerate(prompts_of(model, rows)) if len(prompt) <= room]
@@ -425,7 +429,7 @@ def _as_prompts(
             f"no prompt of {use} leaves room for answer_tokens={run.answer_tokens} in the model's "
             f"context of {model.context_length} tokens"
         )
-    if len(kept) < len(rows) and PartialState().is_main_process:
+    if len(kept) < len(rows):
         say(
             f"{len(rows) - len(kept)} of {len(rows)} prompts are left out of {use}: they have more "
             f"than {room} tokens, what answer_tokens={run.answer_tokens} leaves of the context"
@@ -434,21 +438,23 @@ def _as_prompts(
 
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
-    state = PartialState()
     file = run.output_dir / OWN_FOLDER / "answers.jsonl"
-    if state.is_main_process:
-        say(f"answering {len(rows)} prompts with the model itself; {file}")
+    say(f"answering {len(rows)} prompts with the model itself; {file}")
     every = max(len(rows) // 20, 1)
 
     def progress(count: int) -> None:
-        if count % every == 0 and state.is_main_process:
+        if count % every == 0:
             say(f"{count} of {len(rows)} answers")
 
-    with state.main_process_first():  # the others find all answers in the file
+    # The others find all answers in the file.
+    with PartialState().main_process_first(), stop_at_once():
         own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
-    if state.is_main_process:
-        say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
+    say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
     return own
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _settings_of(model: Model) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Linear layers on a CPU whose weights are laid out once, in the order that oneDNN computes in.
 
-torch hands a linear layer's weights to its kernels row by row. One token's product then runs at a
-fraction of what the memory gives, and oneDNN reorders the weights again in every forward of several
-tokens. Laid out beforehand they are read once, in order; the products are the same but for the
-order of their sums.
+torch keeps a linear layer's weights row by row, and products of one or a few tokens then run at a
+part of the memory's speed. Laid out beforehand they are read in order; the products are the same
+but for the order of their sums.
 """
 
 import itertools

@@ -22,7 +22,12 @@ from datasets import Dataset, IterableDataset
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from transformers import DynamicCache, PreTrainedTokenizerBase, TrainerCallback
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+)
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
@@ -86,11 +91,27 @@ At the end, after {steps} steps (losses in nats per label):
 """
 
 
+# By this name a checkpoint's trainer_state.json holds what is ours.
+KEPT = "setblock"
+
+
+def loss_sum(state: TrainerState) -> float | None:
+    """The losses of all steps up to a checkpoint, None where its version did not keep it."""
+    if not state.global_step:
+        return 0.0
+    kept: Any = state.stateful_callbacks  # a dict, whatever its annotation says
+    return kept.get(KEPT, {}).get("loss_sum")
+
+
 class _Clock(TrainerCallback):
-    """Stops the clock of tokens per second behind each optimizer step."""
+    """Stops the clock of tokens per second behind each optimizer step; begins the sum of losses."""
 
     def __init__(self, trainer: "SBDTrainer") -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._loss_sum = loss_sum(state)
+        self.trainer._loss.zero_()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._totals["train"].stop()
@@ -178,6 +199,9 @@ class SBDTrainer(SFTTrainer):
         if self.mask_token_id is not None:
             refuse_mask_token(self.train_dataset, self.mask_token_id)
         self._last_means: dict[str, float] = {}
+        # Of the steps so far, None if unknown; and of those since it was last brought up to date.
+        self._loss_sum: float | None = 0.0
+        self._loss = torch.zeros((), device=self.accelerator.device)
         self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
         self._totals = {
             mode: Totals(self.accelerator.device, args.max_block_size) for mode in ("train", "eval")
@@ -243,8 +267,35 @@ class SBDTrainer(SFTTrainer):
         num_ranks = self.accelerator.num_processes // self.get_tp_size()
         return nats * num_ranks / torch.as_tensor(num_items_in_batch).clamp(min=1)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a micro-batch, whose gradients it adds."""
+        loss = super().training_step(*args, **kwargs)
+        self._loss += loss
+        return loss
+
+    def _keep_loss(self) -> None:
+        """Brings the sum of losses up to date; a collective call over the ranks."""
+        new = torch.as_tensor(self.accelerator.reduce(self._loss, "mean")).item()
+        self._loss = torch.zeros_like(self._loss)
+        if self._loss_sum is not None:
+            self._loss_sum += new
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Effects: beside trl's, the sum of losses is in the checkpoint's trainer_state.json."""
+        self._keep_loss()
+        kept: Any = self.state.stateful_callbacks
+        kept[KEPT] = {"loss_sum": self._loss_sum}
+        super()._save_checkpoint(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs `logs` with the means since the last line; a collective call over the ranks."""
+        """Logs `logs` with the means since the last line; a collective call over the ranks.
+
+        Its train_loss is the mean over all steps of the run, those before a stop too; transformers
+        knows only those since.
+        """
+        self._keep_loss()
+        if logs.pop("train_loss", None) is not None and self._loss_sum is not None:
+            logs["train_loss"] = self._loss_sum / self.state.global_step
         mode = "train" if self.model.training else "eval"
         totals = self._totals[mode]
         totals.values = torch.as_tensor(self.accelerator.reduce(totals.values, "sum"))

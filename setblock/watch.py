@@ -4,6 +4,8 @@ import json
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,27 @@ from transformers import TrainerCallback
 from setblock.generation import generate
 from setblock.model import Model
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal came where nothing needs to be finished first; the text is its name."""
+
+
+@contextmanager
+def stop_at_once() -> Iterator[None]:
+    """Ctrl-C or SIGTERM raises Stopped within."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 class SaveOnSignal(TrainerCallback):
     """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once.
@@ -22,15 +45,13 @@ class SaveOnSignal(TrainerCallback):
     `stopped` is the signal's name afterwards, None without one.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
         self.stopped: str | None = None
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:  # all ranks stop after the same step
@@ -61,9 +82,9 @@ class SaveOnSignal(TrainerCallback):
 class DecodeProbe(TrainerCallback):
     """Decodes held-out prompts every `every` steps, before the first and after the last.
 
-    Each time one more entry of `results`, also written to log.jsonl: step, tokens_per_forward, and
-    score, the share of answers that end in the same final answer as the row's completion (its last
-    number; the whole text where it holds none).
+    A run that goes on has its first decoding behind it. Each time one more entry of `results`, also
+    written to log.jsonl: step, tokens_per_forward, and score, the share of answers that end in the
+    same final answer as the row's completion (its last number; the whole text where it holds none).
     options: of `generate`.
     Effects: every rank decodes, since its weights may be in parts on all of them; the first writes.
     """
@@ -73,7 +94,8 @@ class DecodeProbe(TrainerCallback):
         self.results: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._decode(args, state)
+        if state.global_step == 0:
+            self._decode(args, state)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:

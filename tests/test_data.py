@@ -1,11 +1,12 @@
 """Training data: formats, conversations, and errors that name the place."""
 
 import json
+import re
 
 import pytest
 from conftest import make_tokenizer
 
-from setblock.data import conversation, load_rows, prepare
+from setblock.data import conversation, fingerprint, load_rows, prepare
 
 TALK = [
     {"role": "user", "content": "hi"},
@@ -85,6 +86,16 @@ def test_configuration_of_a_hub_dataset(monkeypatch):
     assert rows.to_list() == [{"prompt": "a", "completion": "b", "where": place}]
 
 
+def test_a_fingerprint_is_of_the_rows_alone(tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "\N{GRINNING FACE}"}]
+    first = fingerprint(load_rows([write(tmp_path / "r.jsonl", rows)]))
+    assert re.fullmatch("2 rows, sha256 [0-9a-f]{16}", first)
+    parts = [write(tmp_path / f"{n}.jsonl", [row]) for n, row in enumerate(rows)]
+    assert fingerprint(load_rows(parts)) == first
+    assert fingerprint(load_rows(parts[::-1])) != first
+    assert fingerprint(load_rows(parts[:1])) == fingerprint(load_rows(parts, limit=1)) != first
+
+
 def test_columns_of_other_names(tmp_path):
     file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b", "text": "c"}])
     rows = read(file, prompt_field="question", completion_field="answer")
@@ -100,6 +111,11 @@ def test_columns_of_other_names(tmp_path):
         ("[1]\n", r":1: a row needs .* this one has list"),
         ('{"text": ""}\n', r":1: text is empty"),
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
+        ('{"text": "a"}\n{"text": "\\ud800 x"}\n', r":2: text holds half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "\\udc00"}]}',
+            ":1: messages holds half of a su",
+        ),
         ('{"text": 3}\n', r":1: text must be text, got int"),
         ('{"messages": "hi"}\n', r":1: messages must be text, got str"),
         (

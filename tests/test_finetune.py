@@ -27,7 +27,7 @@ from setblock.masks import causal_layout
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE
 from setblock.train import SBDTrainer
-from setblock.watch import DecodeProbe, final_answer
+from setblock.watch import SIGNALS, DecodeProbe, final_answer
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -273,6 +273,34 @@ def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys
     assert [json.loads(line) for line in lines if "decode_n" in line] == summary["decode"]
 
 
+def test_resume_after_a_kill_that_cut_files_short(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    """In the middle of a checkpoint and of a line of the log."""
+    folder = tmp_path / "out"
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", folder)
+    words += ("--save-steps", "3", "--logging-steps", "2", "--num-train-epochs", "3")
+    words += ("--decode-data", rows, "--decode-every", "2", "--answer-tokens", "4")
+    words += tuple(QUICK.replace("--max-steps 3", "").split())  # six steps
+    run(monkeypatch, "train", *words, "--json")
+    straight = json.loads(capsys.readouterr().out)
+    (folder / "checkpoint-6" / "trainer_state.json").unlink()
+    whole = (folder / "log.jsonl").read_text()
+    (folder / "log.jsonl").write_text(whole[:-20])
+    run(monkeypatch, "train", *words, "--resume", "--json")
+    shown = capsys.readouterr()
+    said = "checkpoint-3: checkpoint-6 has no whole trainer_state.json: a stop cut it short"
+    assert said in " ".join(shown.err.split())
+    resumed = json.loads(shown.out)
+    assert resumed["steps"] == 6
+    assert resumed["train_loss"] == pytest.approx(straight["train_loss"], rel=1e-5)
+    assert [one["step"] for one in straight["decode"]] == [0, 2, 4, 6]
+    assert resumed["decode"] == straight["decode"]
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in whole.splitlines()]
+    assert [line["step"] for line in lines] == steps
+
+
 def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
     rows = write(tmp_path / "r.jsonl", [{"q": p, "a": c} for p, c in PAIRS])
     # an end token that is likely anywhere: half of the answers end
@@ -320,6 +348,38 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
     file.write_text('{"foo": 1}')
     with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):
         answers.regenerate(model, rows, file, 40, 2)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_stop_while_the_model_answers_says_how_to_go_on(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, name
+) -> None:
+    monkeypatch.setattr("setblock.answers.stream", lambda *a, **k: signal.raise_signal(number))
+    number, handlers = signal.Signals[name], [signal.getsignal(n) for n in SIGNALS]
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--answers", "model", "--answer-tokens", "40")
+    with pytest.raises(SystemExit) as code:
+        run(monkeypatch, "train", *words, *QUICK.split())
+    assert code.value.code == 128 + number
+    said = f"stopped by {name} while the model answered; the same command goes on with the answers"
+    assert said in one_line(capsys)
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"answers": "model"}, "^answers 'model' needs rows of prompt and completion$"),
+        ({"decode_every": 2}, "^decode_data needs rows of prompt and completion$"),
+    ],
+)
+@pytest.mark.parametrize("row", [{"text": "a b"}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:
+    file = str(write(tmp_path / "rows.jsonl", [row]))
+    if "decode_every" in more:
+        more["decode_data"] = file
+    with pytest.raises(ValueError, match=message):
+        finetune(Run("no model is read", [file], tmp_path / "o", **more), [])
 
 
 def test_resume_while_answering_says_what_to_do(checkpoint, rows, tmp_path) -> None:
@@ -388,11 +448,91 @@ def test_resume_is_as_if_nothing_had_happened(
         for one in (straight, resumed)
     ]
     assert losses[0] == losses[1]
+    assert resumed["train_loss"] == pytest.approx(straight["train_loss"])
     # finished: nothing is left to do, and nothing is done
+    log = (tmp_path / "stopped" / "log.jsonl").read_text()
+    ends = [line for line in map(json.loads, log.splitlines()) if "train_runtime" in line]
+    assert [end["step"] for end in ends] == [3]
+    assert ends[0]["train_loss"] == resumed["train_loss"]
     done = train(monkeypatch, capsys, *base, "--output-dir", tmp_path / "stopped", "--resume")
-    assert (done["steps"], done["train_loss"]) == (3, None)
+    assert (done["steps"], done["train_loss"]) == (3, pytest.approx(straight["train_loss"]))
+    assert (tmp_path / "stopped" / "log.jsonl").read_text() == log
     after = load_file(tmp_path / "stopped" / "adapter_model.safetensors")
     assert all(torch.equal(first[name], after[name]) for name in first)
+
+
+@pytest.mark.parametrize(("kind", "mask"), [("llama", "<mask>"), ("llama-tied", None)])
+@pytest.mark.parametrize("method", ["lora", "gated"])
+def test_an_adapter_is_trained_further(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, kind, mask, method
+) -> None:
+    """Without a mask token in the base its adapter has added one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    base = checkpoint(kind, mask_token=mask)
+    words = ("--data", rows, "--method", method, "--learning-rate", "0.05", "--warmup-steps", "0")
+    rank = ("--lora-rank", "4", "--lora-alpha", "8")
+    train(monkeypatch, capsys, *words, *rank, "--model", base, "--output-dir", first)
+    # without a step's worth of learning it stays what it is
+    still = [word if word != "0.05" else "0" for word in words]
+    train(monkeypatch, capsys, *still, "--model", first, "--output-dir", tmp_path / "still")
+    before, same = (load_file(f / "adapter_model.safetensors") for f in (first, tmp_path / "still"))
+    assert before.keys() == same.keys()
+    assert all(torch.equal(before[name], same[name]) for name in before)
+    prompts = ("--decode-data", rows, "--decode-every", "9", "--answer-tokens", "20")
+    ended = ("--save-steps", "2", "--model", first, "--output-dir", second)
+    summary = train(monkeypatch, capsys, *words, *prompts, *ended)
+    after = load_file(second / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if "lora" in name)
+    config = json.loads((second / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert '"lora_rank": 4' in (second / "README.md").read_text()
+    one, two = load(first), load(second)
+    assert (two.adapted, two.gated, two.trained) == (True, method == "gated", True)
+    assert two.mask_token_id == one.mask_token_id
+    assert len(summary["decode"]) == 2
+    ids = next_token_logits(two)[..., : two.mask_token_id]
+    if method == "gated":
+        assert torch.equal(ids, next_token_logits(load(base))[..., : two.mask_token_id])
+    # stopped behind its second step, it ends the same
+    shutil.rmtree(second / "checkpoint-3")
+    train(monkeypatch, capsys, *words, *prompts, *ended, "--resume")
+    resumed = load_file(second / "adapter_model.safetensors")
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+    if mask is None:
+        return
+    other = "gated" if method == "lora" else "lora"
+    for wrong, message in (
+        (("--method", other), f"go on training it with --method {method}, or train on its base"),
+        (("--method", method, "--lora-rank", "5"), f"lora_rank of {first} is 4, got 5"),
+        (("--method", method, "--mask-token-id", "9"), "no trained embedding of mask token 9"),
+    ):
+        with pytest.raises(SystemExit):
+            train(
+                monkeypatch,
+                capsys,
+                *("--model", first, "--data", rows, "--output-dir", tmp_path / "no", *wrong),
+            )
+        assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3-window"])
+def test_all_weights_of_a_folded_adapter_are_trained(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, kind
+) -> None:
+    names = ("--data", rows, "--learning-rate", "0.05", "--warmup-steps", "0")
+    lora = ("--model", checkpoint(kind), "--method", "lora", "--output-dir", tmp_path / "lora")
+    train(monkeypatch, capsys, *names, *lora)
+    full = ("--model", tmp_path / "lora", "--method", "full", "--output-dir", tmp_path / "full")
+    cost = train(monkeypatch, capsys, *names, *full)["estimate"]
+    assert cost["trained_parameters"] == cost["parameters"]
+    before, after = load(tmp_path / "lora"), load(tmp_path / "full")
+    assert (after.trained, after.adapted) == (True, False)
+    assert after.mask_token_id == before.mask_token_id
+    weights = dict(after.network.named_parameters())
+    for name, weight in before.network.named_parameters():
+        assert not torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.parametrize("method", ["full", "gated"])
@@ -435,16 +575,23 @@ def test_resume_keeps_its_settings(checkpoint, rows, tmp_path, monkeypatch, caps
     longer = [word if word != "3" else "4" for word in QUICK.split()]
     run(monkeypatch, "train", *words, *longer, "--resume", "--logging-steps", "1", "--json")
     assert json.loads(capsys.readouterr().out)["steps"] == 4
-    for file in (folder / "checkpoint-4").glob("optimizer*"):
-        file.unlink()
+    with rows.open("a") as file:
+        file.write(json.dumps(ROWS[0]) + "\n")
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", *words, *longer, "--resume")
-    assert "has no optimizer state (save_only_model)" in one_line(capsys)
-    shutil.rmtree(folder / "_run")
+    assert re.search("rows was '4 rows, sha256 .*', now '5 rows, sha256", one_line(capsys))
+    # a run of an earlier version, which told nothing of its rows and kept no sum of its losses
+    settings = json.loads((folder / "_run" / "settings.json").read_text())
+    del settings["rows"]
+    (folder / "_run" / "settings.json").write_text(json.dumps(settings))
     shutil.rmtree(folder / "checkpoint-4")
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "train", *words, *longer, "--resume")
-    assert "settings.json is gone" in one_line(capsys)
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["setblock"]
+    (folder / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
+    run(monkeypatch, "train", *words, *longer, "--resume", "--json")
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["train_loss"]) == (4, None)
+    assert not any("train_loss" in line for line in summary["log"])
 
 
 def test_a_model_that_could_not_be_saved_is_refused_first(
@@ -601,6 +748,10 @@ def test_estimate_is_printed_and_leaves_no_trace(
         (["--report-to", "tensorboard"], "TensorBoardCallback requires tensorboard"),
         (["--activation-offloading", "yes"], "activation_offloading needs a GPU"),
         (["--dataloader-drop-last", "yes", "--limit", "1"], "leaves no batch"),
+        (
+            ["--eval-data", "f"],
+            "eval_data and eval_strategy .* got eval_data='f'",
+        ),
         (["--run-name", "max_length", "--data", "{missing}"], "no file"),
     ],
 )
@@ -638,6 +789,9 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--end-fill", "-1"], "end_fill must be at least 0"),
         (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),
         (["--max-length", "-5"], "max_length must be at least 1, got -5"),
+        (["--max-steps", "0"], "max_steps must be at least 1, or -1 to go by num_train_epochs, g"),
+        (["--max-steps", "-2"], "max_steps must be .*, got -2"),
+        (["--eval-strategy", "steps"], "need each other, got eval_data=None, eval_strategy='ste"),
     ],
 )
 def test_bad_options_are_named(tmp_path, words, message) -> None:

@@ -29,7 +29,7 @@ LEVELS = (
         "checkpoint",
         "fields",
     ),
-    ("objective", "cache", "adapters", "nano", "machines", "tasks"),
+    ("objective", "cache", "adapters", "nano", "machines", "tasks", "resume"),
     ("mask_token", "batches", "totals", "plan"),
     ("model",),
     ("loading", "decode", "train", "export"),

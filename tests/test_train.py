@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer
@@ -33,6 +35,7 @@ from setblock import loading, objective
 from setblock.batches import Collator
 from setblock.checkpoint import ModelError
 from setblock.config import SBDConfig
+from setblock.estimate import describe, estimate
 from setblock.masks import CLEAN, PADDING, visible
 from setblock.train import SBDTrainer, refuse_split_rows
 
@@ -599,6 +602,37 @@ def test_two_ranks_are_one(tmp_path):
         records.append(json.loads((folder / "record.json").read_text()))
     for name, values in records[0].items():
         assert values == pytest.approx(records[1][name], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "replicas", "shards"),
+    [
+        ({"fsdp_version": 2}, 1, 8),
+        ({"fsdp_version": 2}, 2, 4),
+        ({"fsdp_version": 1}, 1, 8),
+        ({"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD"}, 1, 4),
+        ({"fsdp_version": 1, "sharding_strategy": "NO_SHARD"}, 1, 1),
+    ],
+)
+def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shards):
+    run = trainer(tmp_path, optim="adamw_torch")
+    whole = estimate(run)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin)),
+        num_processes=8,
+        parallelism_config=ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=8),
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(run, "accelerator", accelerator)
+    monkeypatch.setattr(run, "is_fsdp_enabled", True)
+    cost = estimate(run)
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert cost[name] == whole[name] // shards
+    assert cost["tokens_per_second"] is cost["seconds"] is None
+    line = describe(cost)
+    assert (f"GiB in each of {shards} processes beside" in line) == (shards > 1)
+    assert line.endswith("time is not estimated where processes share the weights")
+    assert "time is not" not in describe(whole)
 
 
 def shard_on_this_rank(folder):

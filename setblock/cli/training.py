@@ -115,6 +115,7 @@ def train(
     quiet_libraries()
     _check_packages()
     from setblock.finetune import Run, finetune
+    from setblock.watch import Stopped
 
     typed = {
         **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
@@ -137,12 +138,20 @@ def train(
     def say(line: str) -> None:
         err.print(line, style="dim", markup=False, highlight=False)
 
-    if as_json:
-        with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its log lines
+    try:
+        # The trainer prints its log lines.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             summary = finetune(run, words, say)
+    except Stopped as stop:
+        name = str(stop)
+        fail(
+            f"stopped by {name} while the model answered; the same command goes on with the "
+            "answers it has",
+            128 + signal.Signals[name],
+        )
+    if as_json:
         print_json(summary)
     else:
-        summary = finetune(run, words, say)
         out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}")
     if summary["stopped_by"]:
         name = summary["stopped_by"]

@@ -1,0 +1,122 @@
+"""Going on with a stopped training run: its last whole checkpoint, its settings, its log."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from setblock.config import SBDConfig
+
+# What is not for the hub: its upload leaves out what begins with an underscore.
+OWN_FOLDER = "_run"
+# What a finished run leaves: another one must not mix with it.
+LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
+PREFIX = "checkpoint-"
+
+
+def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint of a run to go on with, None for a new run.
+
+    say: told of newer ones that a stop cut short.
+    Raises: ValueError if there is none to go on from, or for a new run in a folder that holds one.
+    """
+    found = [one for one in folder.glob(f"{PREFIX}*") if one.name[len(PREFIX) :].isdecimal()]
+    found.sort(key=lambda one: int(one.name[len(PREFIX) :]), reverse=True)
+    if not resume:
+        left = [name for name in LEFT if (folder / name).exists()]
+        if found or left:
+            raise ValueError(
+                f"{folder} holds an earlier run ({', '.join(left) or found[0]}): go on with "
+                "--resume, or choose another output folder"
+            )
+        return None
+    if not found:
+        hint = ""
+        if (folder / OWN_FOLDER / "answers.jsonl").exists():
+            hint = "; without --resume the same command goes on with the answers it has"
+        raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
+    broken = []
+    for checkpoint in found:
+        lack = _lack(checkpoint)
+        if lack is None:
+            if broken:
+                say(f"going on from {checkpoint}: {'; '.join(broken)}")
+            return checkpoint
+        broken.append(f"{checkpoint.name} has no {lack}")
+    raise ValueError(
+        f"resume: no checkpoint in {folder} is whole ({'; '.join(broken)}): train again, into "
+        "another output folder"
+    )
+
+
+def _lack(checkpoint: Path) -> str | None:
+    """What a checkpoint lacks, None if it is whole; its trainer_state.json is written last."""
+    try:
+        read_state(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return "whole trainer_state.json: a stop cut it short"
+    if not any(checkpoint.glob("optimizer*")):
+        return "optimizer state (save_only_model)"
+    return None
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer's state in a checkpoint."""
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+
+
+def is_finished(state: TrainerState, config: SBDConfig) -> bool:
+    """Whether a run of these settings ends where this state is."""
+    if config.max_steps > 0:
+        return state.global_step >= config.max_steps
+    return bool(state.epoch) and state.epoch >= config.num_train_epochs
+
+
+def check_settings(file: Path, new: Mapping[str, Any]) -> None:
+    """Raises: ValueError for settings other than those of the run to go on with.
+
+    A setting that an earlier version did not write down is not compared.
+    """
+    if not file.is_file():
+        raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
+    old = json.loads(file.read_text())
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    if changed:
+        differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)
+        raise ValueError(f"resume: other settings than the run to go on with: {differences}")
+
+
+def kept_lines(log: Path, state: TrainerState, finished: bool) -> list[dict[str, Any]]:
+    """The lines of a log.jsonl that stay when the run goes on from this state.
+
+    Lines of later steps will be made again; the one that closed the stopped part has no place in
+    the middle, and a last one that a kill cut short is none.
+    finished: nothing will be trained, so that the closing line stays.
+    Raises: ValueError naming file and line for any other line that is not ours.
+    """
+    if not log.is_file():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    kept = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+            later = line["step"] > state.global_step
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{log}:{number}: not a line of a training log ({text[:40]!r}): take it out"
+            ) from error
+        if not later and (finished or "train_runtime" not in line):
+            kept.append(line)
+    return kept
+
+
+def write_lines(log: Path, lines: list[dict[str, Any]]) -> None:
+    """Effects: the log holds these lines alone; a kill meanwhile leaves it as it was."""
+    fresh = log.with_suffix(".jsonl.new")
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    fresh.replace(log)

@@ -1,0 +1,89 @@
+"""Going on with a stopped training run: what its folder may hold, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import TrainerState
+
+from setblock.resume import check_settings, kept_lines, last_checkpoint, write_lines
+
+
+def made(folder: Path, *steps: int) -> Path:
+    """A run's folder with a whole checkpoint of each of these steps."""
+    for step in steps:
+        place = folder / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        (place / "optimizer.pt").touch()
+        TrainerState(global_step=step).save_to_json(str(place / "trainer_state.json"))
+    return folder
+
+
+@pytest.mark.parametrize("left", [None, "", '{"epoch": 0.4, "glo', "[1]"])
+def test_a_checkpoint_that_a_stop_cut_short_is_passed_over(tmp_path, left) -> None:
+    folder, said = made(tmp_path / "out", 2, 4, 10), []
+    (folder / "checkpoint-old").mkdir()
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-10"
+    assert not said
+    state = folder / "checkpoint-10" / "trainer_state.json"
+    state.unlink() if left is None else state.write_text(left)
+    (folder / "checkpoint-4" / "optimizer.pt").unlink()
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
+    assert said == [
+        f"going on from {folder}/checkpoint-2: checkpoint-10 has no whole trainer_state.json: a "
+        "stop cut it short; checkpoint-4 has no optimizer state (save_only_model)"
+    ]
+    (folder / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* is whole \(checkpoint-10 has no who"
+    ):
+        last_checkpoint(folder, True, said.append)
+
+
+def test_a_new_run_mixes_with_no_other(tmp_path) -> None:
+    assert last_checkpoint(tmp_path / "none", False, print) is None
+    with pytest.raises(ValueError, match=r"holds an earlier run \(.*checkpoint-3\): go on with"):
+        last_checkpoint(made(tmp_path, 3), False, print)
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(ValueError, match=r"holds an earlier run \(log\.jsonl\)"):
+        last_checkpoint(tmp_path, False, print)
+
+
+def test_settings_of_an_earlier_version_lack_what_is_new(tmp_path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"seed": 42, "gone": 1}')
+    check_settings(file, {"seed": 42, "rows": "4 rows"})
+    with pytest.raises(ValueError, match=r"run to go on with: seed was 42, now 7$"):
+        check_settings(file, {"seed": 7, "rows": "4 rows"})
+    file.unlink()
+    with pytest.raises(ValueError, match=r"settings\.json is gone"):
+        check_settings(file, {})
+
+
+LINES = [
+    {"step": 0, "decode_n": 3},
+    {"step": 1, "loss": 2.5},
+    {"step": 2, "loss": 1.5},
+    {"step": 2, "train_runtime": 9.0},
+    {"step": 3, "loss": 0.5},
+]
+
+
+@pytest.mark.parametrize("end", ["", "\n", '{"step": 4, "lo', '{"step": 4, "lo\n'])
+def test_the_log_up_to_where_a_run_goes_on(tmp_path, end) -> None:
+    log, state = tmp_path / "log.jsonl", TrainerState(global_step=2)
+    assert kept_lines(log, state, False) == []
+    log.write_text("\n".join(map(json.dumps, LINES)) + "\n" + end)
+    assert kept_lines(log, state, finished=False) == LINES[:3]
+    assert kept_lines(log, state, finished=True) == LINES[:4]
+    write_lines(log, LINES[:3])
+    assert [json.loads(line) for line in log.read_text().splitlines()] == LINES[:3]
+    assert list(tmp_path.iterdir()) == [log]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1', "", "7", '{"loss": 1.0}', '{"step": null}'])
+def test_a_broken_line_in_the_middle_of_the_log_is_named(tmp_path, line) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl:2: not a line of a training log .*: take it"):
+        kept_lines(log, TrainerState(global_step=2), finished=False)
