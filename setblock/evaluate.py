@@ -64,9 +64,23 @@ def evaluate(
     known: samples of an earlier call that was stopped. A batch that it left unfinished is decoded
         again as a whole: a row's entropies differ in their last bits with the rows beside it.
     """
+    prompts = _prompts(model, problems, form)
+    return _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
+
+
+def _answered(
+    model: Model,
+    problems: Sequence[nano.Problem] | Sequence[Item],
+    prompts: list[list[int]],
+    batch_size: int,
+    on_progress: Callable[[Score], None],
+    form: Form | None,
+    known: Sequence[Sample],
+    options: Options,
+) -> Score:
+    """The score of these problems, put in these tokens."""
     score = Score(list(known))
     done = {sample.index for sample in known}
-    prompts = _prompts(model, problems, form)
     asked = [rows for rows in batches(prompts, batch_size) if not done.issuperset(rows)]
     missing = [index for rows in asked for index in rows]
     prompts = [prompts[index] for index in missing]
@@ -76,7 +90,7 @@ def evaluate(
         if settings.mode == "verified":
             own = ("solver",) if settings.draft == "solver" else ("branches", "seeds")
             names = ("draft", "block_size", *own)
-            options |= {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
+            options = options | {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
     reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
     seconds = 0.0
     while True:
@@ -123,7 +137,8 @@ def run(
     """
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
-    score = evaluate(model, problems, batch_size, on_progress, form, known, **options)
+    prompts = _prompts(model, problems, form)
+    score = _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
     result = score.result()
     drafting = settings.mode == "verified" and settings.draft == "branches"
@@ -133,7 +148,6 @@ def run(
         acceptance = fitted_acceptance(
             settings.block_size, branches, settings.seeds, result["tokens_per_forward"]
         )
-    prompts = _prompts(model, problems, form)
     longest = max(
         sum(len(prompts[row]) + settings.num_slots for row in rows)
         for rows in batches(prompts, batch_size)
