@@ -98,13 +98,15 @@ class Addition(torch.nn.Module):
         kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
         kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
         self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
+        if self.up.bias is not None:
+            raise ValueError("a gated adapter has no biases: lora_bias must be false")
         with torch.no_grad():  # the scaling once and for all
             self.up.weight *= layer.scaling[adapter]
 
     def forward(self, hidden: torch.Tensor, noisy: torch.Tensor) -> torch.Tensor:
         """Zeros for tokens that are not noisy, [..., 1]."""
         thin = self.down(hidden.to(self.down.weight.dtype))
-        return self.up(thin * noisy).to(hidden.dtype)
+        return self.up(torch.where(noisy, thin, 0.0)).to(hidden.dtype)
 
 
 class GatedLinear(torch.nn.Module):

@@ -98,6 +98,10 @@ class SBDConfig(SFTConfig):
                 "max_steps must be at least 1, or -1 to go by num_train_epochs, got "
                 f"{self.max_steps}"
             )
+        if self.max_steps == -1 and not self.num_train_epochs > 0:
+            raise ValueError(
+                f"num_train_epochs must be above 0, got {self.num_train_epochs} (or give max_steps)"
+            )
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {self.max_length}")
         if not 1 <= self.min_block_size <= self.max_block_size:

@@ -163,6 +163,7 @@ def run(
         "least_bytes": model.least_bytes(longest),
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "packed": model.packed,
         "settings": describe(settings),
         **(form.describe() if form else {}),
     }
@@ -246,6 +247,7 @@ def judge(model: Model, data: Rows, window: int | None) -> dict[str, Any]:
         "tokens_per_forward": tokens / forwards,
         "wall_s": time.perf_counter() - begin,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "packed": model.packed,
         "settings": {"window": window or model.context_length},
         "data": data.name,
         "data_sha256": data.sha256,

@@ -206,9 +206,14 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         if model.adapted:  # up to here as it decodes: folded, or in layers that can't be trained
             base = base_of(lasting(run.model))
             assert base is not None
-            bare = load(base, model.dtype, config.device)
+            dtype = model.dtype
+            model.network = None  # one copy of the base at a time
+            bare = load(base, dtype, config.device)
             if bare.mask_token_id != model.mask_token_id:  # the adapter was given another one
-                bare = load(base, model.dtype, config.device, model.mask_token_id)
+                del bare
+                bare = load(base, dtype, config.device, model.mask_token_id)
+            if run.attention == "flex_attention":
+                bare.network.set_attn_implementation(run.attention)
             network: Any = adapters.attach_again(bare.network, lasting(run.model))
         else:
             network = adapters.attach(
@@ -360,7 +365,8 @@ def _as_adapted(run: Run, model: Model) -> Run:
             "its base"
         )
     config: Any = PeftConfig.from_pretrained(lasting(run.model))
-    trained = (config.trainable_token_indices or {}).values()
+    trained = config.trainable_token_indices or []
+    trained = trained.values() if isinstance(trained, dict) else [trained]
     if not any(model.mask_token_id in tokens for tokens in trained):
         raise ValueError(
             f"{run.model} has no trained embedding of mask token {model.mask_token_id}: train on "

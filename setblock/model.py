@@ -144,7 +144,9 @@ class Model:
         return PrefixCache(self.network.config.num_hidden_layers, batch, capacity, self.device)
 
     def least_bytes(self, tokens: int) -> int:
-        """Memory that the weights take, and the keys and values of so many tokens."""
+        """Memory that the weights need, shared ones once, and the keys and values of so many
+        tokens. Packed, a head that is the embedding is held twice.
+        """
         sizes = machines.dimensions_of(self.network.config)
         return self.weight_bytes + 2 * sizes.layers * sizes.cache * tokens * self.dtype.itemsize
 

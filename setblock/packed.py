@@ -16,7 +16,6 @@ from torch import Tensor
 HINT = 16  # tokens that the layout is chosen for
 SMALLEST = 2**17  # weights of a layer; calling these kernels costs more than smaller ones take
 
-_product = torch.ops.mkldnn._linear_pointwise.default
 # torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
 _numbers = itertools.count()
 _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -26,7 +25,7 @@ _library.define("linear(Tensor hidden, int number, int width, Tensor? bias) -> T
 
 
 def _linear(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
-    return _product(hidden, _weights[number], bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(hidden, _weights[number], bias, "none", [], "")
 
 
 def _shape(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
@@ -45,6 +44,8 @@ class PackedLinear(torch.nn.Module):
         self.width, self.bias = layer.out_features, layer.bias
         weight = layer.weight.detach()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
+        # Not at import: a torch without oneDNN has no such operation.
+        self.product = torch.ops.mkldnn._linear_pointwise.default
         self.number = next(_numbers)
         _weights[self.number] = self.weight
 
@@ -53,7 +54,7 @@ class PackedLinear(torch.nn.Module):
             raise RuntimeError("packed weights have no gradients: load the model with pack=False")
         if torch.compiler.is_compiling():
             return torch.ops.setblock.linear(hidden, self.number, self.width, self.bias)
-        return _product(hidden, self.weight, self.bias, "none", [], "")
+        return self.product(hidden, self.weight, self.bias, "none", [], "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         raise RuntimeError("packed weights can't be copied: load the model with pack=False")
@@ -84,7 +85,8 @@ def pack(network: torch.nn.Module) -> None:
     Effects: replaces the layers; a weight that another module shares, as an embedding does with the
     head, stays there besides.
     """
-    for name, layer in list(network.named_modules()):
+    for name in [name for name, _ in network.named_modules()]:
+        layer = network.get_submodule(name)
         # Subclasses store or compute something else.
         if type(layer) is torch.nn.Linear and layer.weight.numel() >= SMALLEST:
             network.set_submodule(name, PackedLinear(layer))

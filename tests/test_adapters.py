@@ -146,6 +146,28 @@ def test_what_decodes_computes_what_was_trained(tmp_path):
     assert not torch.allclose(found[noisy], plain[noisy], atol=1e-2)
 
 
+def test_what_a_clean_token_would_add_does_not_matter():
+    """Not even where it is no number."""
+    net: Any = adapted()
+    layer = net.base_model.model.model.layers[0].self_attn.q_proj
+    hidden = torch.randn(1, 3, layer.in_features)
+    hidden[0, 0, 0] = torch.inf
+    noisy = torch.tensor([[[False], [True], [True]]])
+    with torch.no_grad():
+        found = adapters.Addition(layer, "default")(hidden, noisy)
+    assert torch.equal(found[0, 0], torch.zeros_like(found[0, 0]))
+    assert found[0, 1:].isfinite().all()
+    assert found[0, 1:].abs().min() > 0
+
+
+def test_biases_of_an_adapter_are_refused():
+    net: Any = adapted()
+    layer = net.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(layer.out_features))
+    with pytest.raises(ValueError, match="lora_bias must be false"):
+        adapters.Addition(layer, "default")
+
+
 def test_micro_batches_without_a_mask_cost_nothing(tmp_path):
     """One in n + 1 rows of n labels has nothing masked."""
     run = gated_trainer(tmp_path, adapted(), per_device_train_batch_size=1)

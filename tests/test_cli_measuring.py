@@ -6,7 +6,9 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
+from transformers import GenerationMixin
 
 from setblock import contenders, evaluate, nano, packed, records
 from setblock.model import Model
@@ -352,14 +354,39 @@ def test_pack_reaches_every_command_that_decodes(run, trained, monkeypatch, tmp_
         for given in ([], ["--pack", "on"]):
             found = run(*words, *given).json
         assert len(told) == 2 * count, words
-        assert found.get("packed", True), words
-        run(*words, "--pack", "off")
+        assert _packed(found), words
+        assert not _packed(run(*words, "--pack", "off").json), words
         assert len(told) == 2 * count, words
     run("info", trained)
     assert len(told) == 2 * len(calls)
     monkeypatch.undo()
     monkeypatch.setattr(packed, "missing", lambda *_: "no kernels")
     assert "pack: no kernels" in run(*calls[0], "--pack", "on").error
+
+
+def _packed(found: dict[str, Any]) -> bool:
+    """What a command's JSON says of it."""
+    return found["packed"] if "packed" in found else found["results"][0]["packed"]
+
+
+def test_transformers_decodes_with_layers_of_its_own(run, trained, monkeypatch):
+    """Ours are packed in the same benchmark."""
+    seen = []
+
+    def generate(network: Any, *words: Any, **given: Any) -> Any:
+        kinds = {type(layer) for layer in network.modules()}
+        seen.append(torch.nn.Linear in kinds and packed.PackedLinear not in kinds)
+        return own(network, *words, **given)
+
+    stock: Any = GenerationMixin
+    own = stock.generate
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    monkeypatch.setattr(packed, "SMALLEST", 0)
+    words = ["--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--cached", "0"]
+    record = run("benchmark", trained, *words, "--device", "cpu", "--no-vllm", "--json").json
+    assert record["packed"] == (packed.missing(torch.device("cpu"), torch.float32) is None)
+    assert len(seen) >= 8  # two contenders, a first round and one more, to the first token and all
+    assert all(seen)
 
 
 def test_several_solvers_and_block_sizes_in_one_run(run, trained):

@@ -789,6 +789,10 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--end-fill", "-1"], "end_fill must be at least 0"),
         (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),
         (["--max-length", "-5"], "max_length must be at least 1, got -5"),
+        (
+            ["--max-steps", "-1", "--num-train-epochs", "0"],
+            "num_train_epochs must be above 0, got 0",
+        ),
         (["--max-steps", "0"], "max_steps must be at least 1, or -1 to go by num_train_epochs, g"),
         (["--max-steps", "-2"], "max_steps must be .*, got -2"),
         (["--eval-strategy", "steps"], "need each other, got eval_data=None, eval_strategy='ste"),

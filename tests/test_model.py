@@ -9,7 +9,7 @@ from conftest import KINDS
 from fakes import TableModel
 from networks import load, token_id, uncached
 
-from setblock import loading
+from setblock import loading, packed
 from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout, decoding_layout
 from setblock.model import Model, attention_mask
@@ -329,14 +329,16 @@ def test_table_model_spells():
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3"])
-def test_least_bytes_are_weights_and_a_cache(checkpoint, kind):
+def test_least_bytes_are_weights_and_a_cache(checkpoint, kind, monkeypatch):
     """By arithmetic what the tensors take, shared ones once; packing changes nothing."""
     model = loading.load(checkpoint(kind), device="cpu")
     weights = {weight.data_ptr(): weight.nbytes for weight in model.network.parameters()}
     cache = model.new_cache(2, 7)
     tokens = torch.tensor([[5, 6], [7, 8]])
     model.forward(tokens, causal_layout(torch.arange(2).expand(2, -1)), cache)
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: list[Any] = cache.layers
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert model.least_bytes(2 * 7) == sum(weights.values()) + held
+    monkeypatch.setattr(packed, "SMALLEST", 0)
     laid_out = loading.load(checkpoint(kind), device="cpu", pack=None)
     assert laid_out.least_bytes(14) == model.least_bytes(14)

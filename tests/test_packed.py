@@ -1,6 +1,9 @@
 """Linear layers laid out for oneDNN: the same products, with and without torch.compile."""
 
 import copy
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -120,6 +123,30 @@ def test_weights_are_let_go():
     assert number in packed._weights
     del layer
     assert number not in packed._weights
+
+
+def test_old_weights_are_let_go_one_by_one(monkeypatch):
+    """Or the model would be held twice when the last layer is packed."""
+    network = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    old = [weakref.ref(layer.weight) for layer in network]
+    held = []
+
+    class Watched(PackedLinear):
+        def __init__(self, layer: torch.nn.Linear) -> None:
+            held.append(sum(weight() is not None for weight in old))
+            super().__init__(layer)
+
+    monkeypatch.setattr(packed, "PackedLinear", Watched)
+    packed.pack(network)
+    assert held == [3, 2, 1]
+    assert not any(weight() for weight in old)
+
+
+def test_a_torch_without_onednn_imports_the_package():
+    """As on a Mac: it has none of the operations."""
+    code = "import torch; torch.ops.mkldnn = object(); import setblock; print(setblock.load)"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_packed_weights_cannot_do():

@@ -288,6 +288,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "packed": model.packed,
         "device": str(model.device),
     }
 

@@ -93,7 +93,7 @@ def benchmark(
     """Time token-by-token, set block and verified decoding beside transformers' own, and vLLM's.
 
     All answer the same prompts greedily, with the same weights (transformers' as it loads them,
-    neither packed nor compiled), in turns: first a round that warms
+    in a second copy where ours are packed), in turns: first a round that warms
     up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
     decoding of the same round; the median, least and most stand in the table. Besides, single
     forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up

@@ -140,7 +140,7 @@ def evaluate(
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": "on"} if compile is Switch.on else {}
-    models |= {"pack": pack.value} if pack else {}
+    models |= {"pack": "off"} if pack is Switch.off else {}
     models["weights"] = [fingerprint(name) for name in model_names]
     given = {
         "mode": mode,
