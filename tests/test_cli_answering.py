@@ -371,9 +371,10 @@ def test_defaults_come_from_the_checkpoint(run, checkpoint):
     assert (answer["solver"], answer["block_size"]) == ("fixed:2", 5)
     options = [
         "--mode", "sbd", "--solver", "prefix:0.5", "--block-size", "4", "--dtype", "float32",
-        "--device", "cpu", "--mask-token-id", "9", "--compile", "off",
+        "--device", "cpu", "--mask-token-id", "9", "--compile", "off", "--pack", "off",
     ]  # fmt: skip
     answer = run("generate", *words, *options).json
+    assert answer["packed"] is False
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "prefix:0.5", 4)
     assert (answer["dtype"], answer["mask_token_id"]) == ("float32", 9)
 
