@@ -89,7 +89,7 @@ def _load(
         raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
     try:
         network = adapters.put_on(base.network, source, base.mask_token_id)
-    except LOAD_ERRORS as error:
+    except (*LOAD_ERRORS, IndexError) as error:  # a trained row that this base does not have
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     settings["mask_token_id"] = base.mask_token_id
     model = Model(network, base.tokenizer, name, settings=settings)

@@ -67,10 +67,10 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why weights of this type can't be packed there; None if they can."""
     if device.type != "cpu":
         return f"the model is on {device}"
-    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.enabled:
-        return "torch's oneDNN kernels need an x86 processor"
-    if not torch.backends.mkldnn.is_available():
-        return "this torch is built without oneDNN"
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return "it was made for x86 processors alone"
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return "this torch is built without oneDNN, or it is switched off"
     known = {
         torch.float32: True,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),

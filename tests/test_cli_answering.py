@@ -488,3 +488,19 @@ def test_demo_needs_a_chat_template(run, checkpoint):
     folder = checkpoint("llama", chat=False, settings={"trained": True})
     result = run("demo", "--model", folder, "--prompt", "hi", "--json")
     assert result.error.endswith("has no chat template; only plain prompts work")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--show-steps"]])
+def test_ctrl_c_leaves_the_message_a_line_of_its_own(run, trained, monkeypatch, options):
+    def interrupted(*words: Any, **given: Any) -> Any:
+        yield next(real(*words, **given))
+        raise KeyboardInterrupt
+
+    real = generation.stream
+    monkeypatch.setattr(generation, "stream", interrupted)
+    words = ["--prompt-ids", "5,6", "--max-new-tokens", "8", "--ignore-eos", *options]
+    result = run("generate", trained, *words)
+    assert result.code == 130
+    assert result.err.endswith("error: interrupted\n")
+    assert result.out.endswith("\n") == (options != ["--json"])
+    assert not result.out.endswith("\n\n")

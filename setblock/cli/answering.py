@@ -130,16 +130,22 @@ def generate(
         )
     warm_up(model, options)
     steps, generation = [], None
-    for reveal in reveals:
-        steps.append(reveal)
-        generation = reveal.generation
-        if as_json:
-            continue
-        if show_steps:
-            pieces = ", ".join(f"{place}:{model.piece(token)!r}" for place, token in reveal.drafts)
-            print(f"forward {reveal.nfe}: {pieces}", flush=True)
-        else:  # not through rich, which drops control characters and expands tabs
-            print(reveal.text, end="", flush=True)
+    try:
+        for reveal in reveals:
+            steps.append(reveal)
+            generation = reveal.generation
+            if as_json:
+                continue
+            if show_steps:
+                drafts = ((place, model.piece(token)) for place, token in reveal.drafts)
+                pieces = ", ".join(f"{place}:{piece!r}" for place, piece in drafts)
+                print(f"forward {reveal.nfe}: {pieces}", flush=True)
+            else:  # not through rich, which drops control characters and expands tabs
+                print(reveal.text, end="", flush=True)
+    except KeyboardInterrupt:
+        if steps and not as_json and not show_steps:
+            print(flush=True)  # what is said of it has a line of its own
+        raise
     assert generation is not None
     if as_json:
         answer = to_json(generation, model)
