@@ -26,23 +26,24 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 from setblock import adapters, objective
 from setblock.config import SBDConfig
 from setblock.loading import load
-from setblock.masks import flex_block_mask
+from setblock.masks import WholeRows, flex_block_mask
 from setblock.records import new_record, save_record
 from setblock.train import SBDTrainer
 
 BASELINE = "trl full"
-METHODS = {  # name: (objective, method); the first is SFTTrainer itself
-    BASELINE: ("trl", "full"),
-    "ntp full": ("ntp", "full"),
-    "sbd full": ("sbd", "full"),
-    "sbd lora": ("sbd", "lora"),
-    "sbd gated": ("sbd", "gated"),
+METHODS = {  # name: (objective, method, idle blocks); the first is SFTTrainer itself
+    BASELINE: ("trl", "full", "drop"),
+    "ntp full": ("ntp", "full", "drop"),
+    "sbd full": ("sbd", "full", "drop"),
+    "sbd full kept": ("sbd", "full", "keep"),
+    "sbd lora": ("sbd", "lora", "drop"),
+    "sbd gated": ("sbd", "gated", "drop"),
 }
 
 
 def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> dict[str, float]:
     """Median seconds of the steps after the first, and peak memory."""
-    objective, method = METHODS[row]
+    objective, method, idle_blocks = METHODS[row]
     model = load(model_name, dtype="float32", device="cpu")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocab_size, (steps + 1, length), generator=generator)
@@ -71,8 +72,9 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
     if objective == "trl":
         trainer: Any = SFTTrainer(network, SFTConfig(**common), **data)
     else:
-        own: dict[str, Any] = dict(objective=objective, mask_token_id=model.mask_token_id)
-        trainer = SBDTrainer(network, SBDConfig(**common, **own), **data)
+        common |= dict(objective=objective, idle_blocks=idle_blocks)
+        config = SBDConfig(**common, mask_token_id=model.mask_token_id)
+        trainer = SBDTrainer(network, config, **data)
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
     batches = iter(trainer.get_train_dataloader())
@@ -92,14 +94,16 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
     return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak}
 
 
-def mask_seconds(length: int, seed: int, times: int = 5) -> float:
-    """Median time that the BlockMask of such a row's view takes, which every batch makes anew."""
+def mask_seconds(length: int, seed: int, times: int = 5) -> dict[str, float]:
+    """Median times of the BlockMask of such a row's view: made anew, which every batch does unless
+    idle blocks are kept, and of one whose tiles are known by length and block size.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(100, (1, length), generator=generator)
     labels = tokens.clone()
     labels[:, : length // 2] = objective.IGNORE
     position = torch.arange(length)[None]
-    seconds = []
+    anew, known = [], []
     for repeat in range(times):
         _, masked = objective.draw_noise(seed, repeat, 0, length)
         size = objective.draw_block_size(seed, repeat)
@@ -108,8 +112,13 @@ def mask_seconds(length: int, seed: int, times: int = 5) -> float:
         layout = objective.drop_idle_blocks(view).layout
         begin = time.perf_counter()
         flex_block_mask(layout, layout)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        anew.append(time.perf_counter() - begin)
+        layout, rows = view.layout, WholeRows(length, size)
+        flex_block_mask(layout, layout, rows=rows)
+        begin = time.perf_counter()
+        flex_block_mask(layout, layout, rows=rows)
+        known.append(time.perf_counter() - begin)
+    return {"seconds": statistics.median(anew), "cached_seconds": statistics.median(known)}
 
 
 def main(
@@ -153,9 +162,9 @@ def main(
             }
         )
     for length in map(int, lengths.split(",")):
-        seconds = mask_seconds(length, seed)
-        record["results"].append({"row": "BlockMask", "length": length, "seconds": seconds})
-        print("BlockMask", length, f"{seconds:.4f} s", flush=True)
+        result = {"row": "BlockMask", "length": length, **mask_seconds(length, seed)}
+        record["results"].append(result)
+        print(result, flush=True)
     save_record(record, out)
 
 

@@ -8,6 +8,7 @@ from typing import no_type_check
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 OBJECTIVES = ("sbd", "ntp")
+IDLE_BLOCKS = ("drop", "keep")
 
 
 # transformers' own fields hold values that their annotations exclude: no runtime type check.
@@ -71,6 +72,15 @@ class SBDConfig(SFTConfig):
             "clean half of the same forward has there, instead of the text's token alone."
         },
     )
+    idle_blocks: str = field(
+        default="drop",
+        metadata={
+            "help": "Noisy blocks without a mask, on which no loss depends. drop: they are not "
+            "computed. keep: they are, for shapes that depend on the row length alone (see "
+            "pad_to_multiple_of) and a BlockMask cached by row length and block size.",
+            "choices": list(IDLE_BLOCKS),
+        },
+    )
     logits_chunk_size: int = field(
         default=1024,
         metadata={"help": "Labels whose logits are in memory at a time."},
@@ -90,6 +100,8 @@ class SBDConfig(SFTConfig):
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")
+        if self.idle_blocks not in IDLE_BLOCKS:
+            raise ValueError(f"idle_blocks must be one of {IDLE_BLOCKS}, got {self.idle_blocks!r}")
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

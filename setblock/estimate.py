@@ -86,7 +86,8 @@ def _shards(trainer: SBDTrainer) -> int:
     if "NO_SHARD" in strategy:
         return 1
     if "HYBRID" in strategy:  # in each machine
-        return int(os.environ["LOCAL_WORLD_SIZE"])
+        # A launcher other than torch's may not say it; torch itself goes by the GPUs.
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or torch.accelerator.device_count())
     return ranks
 
 

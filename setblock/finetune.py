@@ -156,15 +156,17 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     names = run.split, run.prompt_field, run.completion_field
     rows = load_rows(run.data, *names, run.limit)
     settings = {**_settings(run, config), "rows": fingerprint(rows)}
+    held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
+    if held_out is not None:
+        settings["decode_rows"] = fingerprint(held_out)
     settings_file, log = run.output_dir / OWN_FOLDER / "settings.json", run.output_dir / "log.jsonl"
     state, finished, lines = None, False, []
     if checkpoint is not None:
-        check_settings(settings_file, settings)
+        settings = check_settings(settings_file, settings)
         state = read_state(checkpoint)
         finished = is_finished(state, config)
         lines = kept_lines(log, state, finished)
     decodings = [line for line in lines if "decode_n" in line]
-    held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     for name, asked in (
         ("decode_data", held_out),
         ("answers 'model'", rows if run.answers == "model" else None),
@@ -261,6 +263,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         trainer.state = state
         total, steps = loss_sum(state), state.global_step
         loss = None if total is None else total / steps
+        if probe is not None and all(line["step"] != steps for line in decodings):
+            probe.decode(config, state)
     else:
         done = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         steps, loss = done.global_step, done.metrics.get("train_loss")

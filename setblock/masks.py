@@ -16,9 +16,11 @@ Padding is a document of its own that no real token stands in, so that it needs 
 and no query is left without a key to see.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, no_type_check
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, no_type_check
 
 import torch
 from jaxtyping import Bool, Int
@@ -58,6 +60,17 @@ class Layout:
         """This layout's tokens followed by those of `other`."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return Layout(*(torch.cat(pair, dim=1) for pair in pairs))
+
+
+class WholeRows(NamedTuple):
+    """Rows of [x ; x_hat], each of one document and its padding, with no noisy block left out.
+
+    Padding and noise apart, the two numbers tell who sees whom: rows alike share FlexAttention's
+    lists of tiles.
+    """
+
+    length: int  # of x, padding included
+    block_size: int
 
 
 def causal_layout(
@@ -140,16 +153,18 @@ def visible(
     return _sees(query, key, window)
 
 
-def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) -> "BlockMask":
+def flex_block_mask(
+    queries: Layout, keys: Layout, window: int | None = None, rows: WholeRows | None = None
+) -> "BlockMask":
     """The same rule as a FlexAttention BlockMask.
 
     The tiles to visit are told from each tile's least and greatest numbers, without looking at any
     pair of tokens, as torch's create_block_mask does with all of them. Where a tile's tokens are
     not in order, one that holds no pair that sees may be among them: the rule is asked there, so
     that it changes no result.
+    rows: what keys are, or their clean half, and queries their last tokens; then the tiles are made
+    once for each length and block size, as if no row had padding, whose queries alone see less so.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     query_tensors, key_tensors = queries.tensors(), keys.tensors()
 
     @no_type_check
@@ -157,12 +172,36 @@ def flex_block_mask(queries: Layout, keys: Layout, window: int | None = None) ->
         query = [tensor[b, i] for tensor in query_tensors]
         return _sees(query, [tensor[b, j] for tensor in key_tensors], window)
 
+    if rows is None:
+        tiles = _listed_tiles(queries, keys, window)
+    else:
+        sizes = queries.position.shape[1], keys.position.shape[1]
+        tiles = copy.copy(_tiles_of_whole_rows(rows, *sizes, window, queries.position.device))
+    tiles.mask_mod = mask_mod
+    return tiles
+
+
+@lru_cache(maxsize=256)
+def _tiles_of_whole_rows(
+    rows: WholeRows, num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> "BlockMask":
+    """The tiles of a row that one document fills, for the last queries of the first keys."""
+    position = torch.arange(rows.length, device=device)[None]
+    layout = training_layout(position, torch.zeros_like(position), rows.block_size)
+    keys = layout.map(lambda tensor: tensor[:, :num_keys])
+    queries = keys.map(lambda tensor: tensor[:, num_keys - num_queries :])
+    return _listed_tiles(queries, keys, window)
+
+
+def _listed_tiles(queries: Layout, keys: Layout, window: int | None) -> "BlockMask":
+    """A BlockMask that lists the tiles to visit, by rows and by columns; without a rule."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     partial, full = _visited_tiles(queries, keys, window)
     return BlockMask.from_kv_blocks(
         *_ordered(partial[:, None]),
         *_ordered(full[:, None]),
         BLOCK_SIZE=TILE,
-        mask_mod=mask_mod,
         seq_lengths=(queries.position.shape[1], keys.position.shape[1]),
     )
 

@@ -25,7 +25,7 @@ from transformers import (
 from setblock import adapters, attention, machines, mask_token, packed, roofline
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
-from setblock.masks import Layout, flex_block_mask, visible
+from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
@@ -44,12 +44,17 @@ REFUSED_SETTINGS = (
 
 
 def attention_mask(
-    network: Any, queries: Layout, keys: Layout, windows: dict[str, int | None] | None = None
+    network: Any,
+    queries: Layout,
+    keys: Layout,
+    windows: dict[str, int | None] | None = None,
+    rows: WholeRows | None = None,
 ) -> Any:
     """What to pass to this network as `attention_mask`; a dict by layer type where layers differ.
 
     A bool tensor for scaled_dot_product_attention, a BlockMask for FlexAttention.
     windows: those of the network, where they are known already.
+    rows: as for flex_block_mask; a bool tensor needs none.
     Raises: ModelError for other backends, which misread both without a word (eager adds 1 and 0 to
     the scores).
     """
@@ -59,7 +64,10 @@ def attention_mask(
             f"attn_implementation {backend!r} misreads our masks; use {any_of(BACKENDS)}"
         )
     windows = windows or _windows(network.config)
-    masks = {kind: BACKENDS[backend](queries, keys, width) for kind, width in windows.items()}
+    more = {} if rows is None or BACKENDS[backend] is visible else {"rows": rows}
+    masks = {
+        kind: BACKENDS[backend](queries, keys, width, **more) for kind, width in windows.items()
+    }
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from setblock.masks import CLEAN, PADDING, Layout, causal_layout, training_layout
+from setblock.masks import CLEAN, PADDING, Layout, WholeRows, causal_layout, training_layout
 
 IGNORE = -100  # a label without a loss, as in torch and transformers
 
@@ -35,13 +35,15 @@ class View:
     tokens, layout and labels share one shape: [batch, 2 * L] for set block decoding (less once idle
     blocks are dropped), [batch, L] for the clean half alone. labels[b, i] is the token that the
     output at i shall predict, IGNORE where there is no loss: the following token in the clean half,
-    the token itself at masked positions of the noisy half.
+    the token itself at masked positions of the noisy half. rows: where every noisy block was kept
+    and no row holds more than one document, what its rows have in common.
     """
 
     tokens: Int[Tensor, "batch length"]
     layout: Layout
     labels: Int[Tensor, "batch length"]
     num_clean: int
+    rows: WholeRows | None = None
 
     @property
     def ntp_labels(self) -> Int[Tensor, "batch length"]:

@@ -57,7 +57,7 @@ def _lack(checkpoint: Path) -> str | None:
         read_state(checkpoint)
     except (OSError, ValueError, TypeError):
         return "whole trainer_state.json: a stop cut it short"
-    if not any(checkpoint.glob("optimizer*")):
+    if not any([*checkpoint.glob("optimizer*"), *checkpoint.glob("global_step*")]):  # DeepSpeed's
         return "optimizer state (save_only_model)"
     return None
 
@@ -74,10 +74,11 @@ def is_finished(state: TrainerState, config: SBDConfig) -> bool:
     return bool(state.epoch) and state.epoch >= config.num_train_epochs
 
 
-def check_settings(file: Path, new: Mapping[str, Any]) -> None:
-    """Raises: ValueError for settings other than those of the run to go on with.
+def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the run to go on with, and the new ones that it did not have.
 
     A setting that an earlier version did not write down is not compared.
+    Raises: ValueError for others.
     """
     if not file.is_file():
         raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
@@ -86,6 +87,7 @@ def check_settings(file: Path, new: Mapping[str, Any]) -> None:
     if changed:
         differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)
         raise ValueError(f"resume: other settings than the run to go on with: {differences}")
+    return {**old, **new}
 
 
 def kept_lines(log: Path, state: TrainerState, finished: bool) -> list[dict[str, Any]]:

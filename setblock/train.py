@@ -10,7 +10,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from setblock.batches import (
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.head import Scores, Targets, check_head, scoring
-from setblock.masks import CLEAN
+from setblock.masks import CLEAN, Layout, WholeRows
 from setblock.model import Model, attention_mask
 from setblock.totals import Totals
 
@@ -55,7 +55,7 @@ from setblock.totals import Totals
 OPTIONS = (
     *("objective", "min_block_size", "max_block_size", "drop_ragged_block", "end_fill"),
     *("full_mask_share", "suffix_mask_share", "matp_weight", "self_distill", "mask_token_id"),
-    *("seed", "max_length", "packing", "bf16"),
+    *("idle_blocks", "seed", "max_length", "packing", "bf16"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
@@ -334,7 +334,7 @@ class SBDTrainer(SFTTrainer):
         inputs: dict[str, Any] = {
             "input_ids": view.tokens,
             "position_ids": view.layout.position,
-            "attention_mask": attention_mask(self.model, view.layout, view.layout),
+            "attention_mask": self._mask(view, view.layout, view.layout),
             "use_cache": False,
             **gate(self.model, view.layout),
         }
@@ -371,7 +371,7 @@ class SBDTrainer(SFTTrainer):
             model(
                 input_ids=view.tokens[:, :first],
                 position_ids=clean.position,
-                attention_mask=attention_mask(self.model, clean, clean),
+                attention_mask=self._mask(view, clean, clean),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -379,11 +379,14 @@ class SBDTrainer(SFTTrainer):
         return {
             "input_ids": view.tokens[:, first:],
             "position_ids": noisy.position,
-            "attention_mask": attention_mask(self.model, noisy, layout),
+            "attention_mask": self._mask(view, noisy, layout),
             "past_key_values": cache,
             "use_cache": True,
             **gate(self.model, noisy),
         }
+
+    def _mask(self, view: objective.View, queries: Layout, keys: Layout) -> Any:
+        return attention_mask(self.model, queries, keys, rows=view.rows)
 
     def forget(self) -> None:
         """Drops what the next line of the log would report."""
@@ -465,7 +468,10 @@ class SBDTrainer(SFTTrainer):
             self.mask_token_id,
             self.args.drop_ragged_block,
         )
-        view = objective.drop_idle_blocks(view)
+        if self.args.idle_blocks == "drop":
+            view = objective.drop_idle_blocks(view)
+        elif batch["lengths"].shape[1] == 1:
+            view = replace(view, rows=WholeRows(tokens.shape[1], block_size))
         if self.gated:
             return view.masked_only()
         return view if self._end is None else view.without_next(self._end)

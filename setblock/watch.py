@@ -95,17 +95,18 @@ class DecodeProbe(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            self._decode(args, state)
+            self.decode(args, state)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            self._decode(args, state)
+            self.decode(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:  # a stopped run has its checkpoint to think of
-            self._decode(args, state)
+            self.decode(args, state)
 
-    def _decode(self, args: Any, state: Any) -> None:
+    def decode(self, args: Any, state: Any) -> None:
+        """One more entry of `results`."""
         network = self.model.network
         training = network.training
         network.eval()

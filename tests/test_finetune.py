@@ -299,6 +299,28 @@ def test_resume_after_a_kill_that_cut_files_short(
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [json.loads(line)["step"] for line in whole.splitlines()]
     assert [line["step"] for line in lines] == steps
+    # killed in the very last decoding, with nothing left to train
+    (folder / "log.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert "decode_n" not in (folder / "log.jsonl").read_text().splitlines()[-1]
+    run(monkeypatch, "train", *words, "--resume", "--json")
+    last = json.loads(capsys.readouterr().out)["decode"]
+    assert [one["step"] for one in last] == [0, 2, 4, 6]
+    assert last == straight["decode"]
+
+
+def test_decodings_of_a_resumed_run_are_of_the_same_rows(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--save-steps", "1", "--answer-tokens", "4", *QUICK.split())
+    probe = ("--decode-data", rows, "--decode-every", "2")
+    run(monkeypatch, "train", *words, *probe, "--decode-limit", "3")
+    run(monkeypatch, "train", *words, "--resume")  # without any it changes none
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *words, *probe, "--decode-limit", "2", "--resume")
+    assert re.search("decode_rows was '3 rows, sha256 .*', now '2 rows, sha256", one_line(capsys))
+    run(monkeypatch, "train", *words, *probe, "--decode-limit", "3", "--resume")
 
 
 def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
@@ -668,7 +690,7 @@ def test_decoding_takes_no_time_from_the_tokens_per_second(
 ) -> None:
     """The clock stands still but for an hour in each decoding and a second in each loss."""
     now = 0.0
-    decode, loss = DecodeProbe._decode, SBDTrainer.compute_loss
+    decode, loss = DecodeProbe.decode, SBDTrainer.compute_loss
 
     def later(seconds: float, function: Any) -> Any:
         def slow(*words: Any, **options: Any) -> Any:
@@ -678,7 +700,7 @@ def test_decoding_takes_no_time_from_the_tokens_per_second(
 
         return slow
 
-    monkeypatch.setattr(DecodeProbe, "_decode", later(3600, decode))
+    monkeypatch.setattr(DecodeProbe, "decode", later(3600, decode))
     monkeypatch.setattr(SBDTrainer, "compute_loss", later(1, loss))
     monkeypatch.setattr("setblock.totals.time.perf_counter", lambda: now)
     words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
@@ -785,6 +807,7 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--self-distill", "-1"], "self_distill must lie in 0..1"),
         (["--matp-weight", "0"], "matp_weight must be a number above 0, got 0.0"),
         (["--matp-weight", "nan"], "matp_weight"),
+        (["--idle-blocks", "hide"], "idle_blocks must be one of|invalid choice: 'hide'"),
         (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
         (["--end-fill", "-1"], "end_fill must be at least 0"),
         (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),

@@ -22,6 +22,7 @@ from setblock.masks import (
     CLEAN,
     PADDING,
     Layout,
+    WholeRows,
     causal_layout,
     decoding_layout,
     flex_block_mask,
@@ -352,6 +353,68 @@ def test_block_mask_visits_every_tile_that_torch_visits(lengths, padding, block_
     if len(lengths) == 1 and not padding and window is None:
         assert visited.equal(needed)
         assert full.equal(all_full)
+
+
+def parts_of(layout: Layout) -> list[tuple[Layout, Layout]]:
+    """(queries, keys) of a view: all of it, its clean half, its noisy half over all of it."""
+    length = layout.position.shape[1] // 2
+    clean, noisy = (
+        layout.map(lambda tensor, part=part: tensor[:, part])
+        for part in (slice(length), slice(length, None))
+    )
+    return [(layout, layout), (clean, clean), (noisy, layout)]
+
+
+@given(
+    length=st.integers(1, 400),
+    block_size=st.integers(1, 40),
+    window=st.none() | st.integers(1, 150),
+    lacks=st.lists(st.integers(0, 399), min_size=1, max_size=3),
+)
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_rows_of_one_length_and_block_size_share_their_tiles(length, block_size, window, lacks):
+    """Rows that end in padding too: each pair that a real query sees lies in a tile that is listed,
+    and a tile that is called full holds no pair that it does not see.
+    """
+    lengths = torch.tensor([[max(1, length - lack)] for lack in lacks])
+    position, document = document_places(lengths, length)
+    ragged = training_layout(position, document, block_size)
+    index = torch.arange(length)[None]
+    exact = training_layout(index, torch.zeros_like(index), block_size)
+    rows = WholeRows(length, block_size)
+    for (queries, keys), (whole_queries, whole_keys) in zip(
+        parts_of(ragged), parts_of(exact), strict=True
+    ):
+        found = flex_block_mask(queries, keys, window, rows)
+        again = flex_block_mask(whole_queries, whole_keys, window, rows)
+        assert found.kv_indices is again.kv_indices
+        assert found.q_indices is again.q_indices
+        own = flex_block_mask(whole_queries, whole_keys, window)
+        listed_tiles = tiles_of(found)
+        for tiles, expected in zip(listed_tiles, tiles_of(own), strict=True):
+            assert tiles.equal(expected)
+        sees = visible(queries, keys, window)[:, 0]
+        pairs = slice(sees.shape[1]), slice(sees.shape[2])
+        for row, real in zip(sees, queries.document != PADDING, strict=True):
+            visited, full = (
+                tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[pairs]
+                for tiles in listed_tiles
+            )
+            assert not (row & ~visited)[real].any()
+            assert not (full & ~row)[real].any()
+        dense = create_mask(found.mask_mod, len(lacks), 1, *sees.shape[1:], device="cpu")
+        assert dense[:, 0].equal(sees)
+
+
+def test_other_lengths_block_sizes_and_windows_have_tiles_of_their_own():
+    def kept(length: int, block_size: int, window: int | None = None) -> Tensor:
+        index = torch.arange(length)[None]
+        layout = training_layout(index, torch.zeros_like(index), block_size)
+        return flex_block_mask(layout, layout, window, WholeRows(length, block_size)).kv_indices
+
+    assert kept(300, 8) is kept(300, 8)
+    others = [kept(300, 9), kept(301, 8), kept(300, 8, 50)]
+    assert all(other is not kept(300, 8) for other in others)
 
 
 def tiles_of(mask: BlockMask) -> tuple[Tensor, Tensor]:

@@ -331,6 +331,43 @@ def test_prepared_datasets_can_skip_preparation(tmp_path):
     assert len(logged(run, "matp_loss")) == 1
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kept_idle_blocks_change_no_loss_and_no_weight(tmp_path, shape):
+    runs = [
+        trainer(tmp_path / how, net=network(shape), idle_blocks=how, pad_to_multiple_of=16)
+        for how in ("drop", "keep")
+    ]
+    widths = []
+    for run in runs:
+        [view], _ = steps(run)
+        widths.append((view.tokens.shape[1], view.rows))
+        run.train()
+    assert widths[1] == (32, (16, widths[1][1].block_size))
+    assert widths[0][0] < 32
+    assert widths[0][1] is None
+    assert logged(runs[0], "loss") == pytest.approx(logged(runs[1], "loss"), rel=1e-5)
+    torch.testing.assert_close(weights(runs[0]), weights(runs[1]))
+
+
+# Eager FlexAttention, which is what a CPU runs, says that it is slow.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("idle_blocks", ["drop", "keep"])
+def test_block_masks_give_the_losses_of_dense_masks(tmp_path, monkeypatch, packing, idle_blocks):
+    """Forward alone: FlexAttention has no backward pass on a CPU."""
+    monkeypatch.setattr("transformers.integrations.flex_attention.torch.compile", lambda f, **_: f)
+    found = []
+    for attention in ("sdpa", "flex_attention"):
+        net = network()
+        net.set_attn_implementation(attention)
+        rows = Dataset.from_list(samples())
+        changes: dict[str, Any] = {"packing": packing, "max_length": 40, "idle_blocks": idle_blocks}
+        run = trainer(tmp_path / attention, net=net, eval_dataset=rows, **changes)
+        found.append({k: v for k, v in run.evaluate().items() if k.endswith("loss")})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0]["eval_matp_loss"] > 1
+
+
 def test_evaluation_repeats_itself(tmp_path):
     parts = {"seen": Dataset.from_list(samples(4)), "unseen": Dataset.from_list(samples(6)[4:])}
     run = trainer(tmp_path, eval_dataset=parts)
@@ -614,7 +651,8 @@ def test_two_ranks_are_one(tmp_path):
         ({"fsdp_version": 1, "sharding_strategy": "NO_SHARD"}, 1, 1),
     ],
 )
-def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shards):
+@pytest.mark.parametrize("told", [True, False])  # by the launcher: processes of a machine
+def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shards, told):
     run = trainer(tmp_path, optim="adamw_torch")
     whole = estimate(run)
     accelerator = SimpleNamespace(
@@ -622,7 +660,10 @@ def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shar
         num_processes=8,
         parallelism_config=ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=8),
     )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    else:
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(run, "accelerator", accelerator)
     monkeypatch.setattr(run, "is_fsdp_enabled", True)
     cost = estimate(run)
