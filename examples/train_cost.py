@@ -1,6 +1,6 @@
 """What a training step costs beside plain fine-tuning: seconds and peak memory, at two lengths.
 
-    python examples/train_cost.py --model runs/smollm2/base
+    python examples/train_cost.py --model smollm2-base
 
 Each row is a process of its own, so that its peak memory is its own; the rows take turns, so that a
 busy machine slows all of them alike. Every repeat draws other rows and noise. A step is drawing the

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
-BUNDLED = {name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin")}
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "setblock"
+BUNDLED = {
+    **{name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin", "smollm2")},
+    "smollm2-base": CACHE / "smollm2-base-0.1.2",  # unpacked there when it is first loaded
+}
 SETTINGS = {
     "mask_token_id": int,
     "block_size": int,

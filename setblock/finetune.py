@@ -261,9 +261,12 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         say(f"nothing left to train: {checkpoint} is the last step's")
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
+        if config.load_best_model_at_end and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
         total, steps = loss_sum(state), state.global_step
         loss = None if total is None else total / steps
         if probe is not None and all(line["step"] != steps for line in decodings):
+            state.is_world_process_zero = trainer.is_world_process_zero()  # a file says yes to all
             probe.decode(config, state)
     else:
         done = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
@@ -321,6 +324,14 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
     )
     if unknown:
         raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
+    probes = run.eval_data is not None or run.decode_every
+    # transformers gave the field another name and keeps the old one as an alias.
+    recomputing = getattr(config, "activation_checkpointing", config.gradient_checkpointing)
+    if run.method == "gated" and recomputing and probes:
+        raise ValueError(
+            "gradient_checkpointing must be no with a gated adapter and eval_data or decode_every: "
+            "peft takes no forward without a backward pass then"
+        )
     if config.resume_from_checkpoint is not None:
         raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
     if config.activation_offloading and config.use_cpu:

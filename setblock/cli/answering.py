@@ -200,6 +200,16 @@ def info(
     out.print(table)
 
 
+# For a bundled model that was not trained on our own problems.
+QUESTIONS = {
+    "smollm2": [
+        "A baker fills 6 trays with 8 rolls each and sells 30 of them. How many rolls are left?",
+        "Mia reads 12 pages a day for a week and 5 pages more on Sunday. How many pages is that?",
+        "What is the capital of France, and what is it known for?",
+    ]
+}
+
+
 @app.command()
 def demo(
     model_name: Annotated[str, typer.Option("--model", help="Which model answers.")] = "nano",
@@ -208,7 +218,8 @@ def demo(
         typer.Option(help="Ask this instead of the built-in problems; may be given again."),
     ] = None,
     mode: Annotated[
-        list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
+        list[Mode] | None,
+        typer.Option(help="May be given again. Default: ntp and the model's own, or sbd."),
     ] = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
@@ -218,18 +229,26 @@ def demo(
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a model answer prompts by each mode: token by token, then by set block decoding."""
+    """Watch a model answer prompts by each mode: token by token, then by set block decoding.
+
+    `--model smollm2` is SmolLM2-135M-Instruct with an adapter; `make demo-smollm2` installs it.
+    """
     from setblock import live as show
     from setblock import nano
 
     model = load_model(model_name, None, None, None)
-    modes = list(dict.fromkeys(mode or (Mode.ntp, Mode.sbd)))
+    own_mode = Mode(model.defaults["mode"])
+    blocks = Mode.sbd if own_mode == Mode.ntp else own_mode
+    modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver!r}")
     for one in modes:
         warn_untrained(model, one)
-    problems = [] if prompt else [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
-    prompts = prompt or [problem.prompt for problem in problems]
+    problems = []
+    prompts = prompt or QUESTIONS.get(model.name)
+    if prompts is None:
+        problems = [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
+        prompts = [problem.prompt for problem in problems]
     for one in modes:
         own = {"solver": solver} if one == Mode.sbd else {}
         warm_up(model, {"mode": one.value, "block_size": block_size, **own})

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from setblock.checkpoint import BUNDLED, ModelError, any_of, checked_settings, read_settings
-from setblock.loading import LOAD_ERRORS, base_of, lasting, one_line
+from setblock.checkpoint import ModelError, any_of, checked_settings, read_settings
+from setblock.loading import LOAD_ERRORS, base_of, lasting, one_line, place_of
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 
@@ -36,11 +36,11 @@ def command(
     """
     if find_spec("vllm") is None:
         raise ImportError("vLLM is not installed: pip install 'setblock[vllm]', or make vllm-env")
-    place = str(BUNDLED.get(name, name))
+    place = str(place_of(name))
     base, subject = None, f"no model {name!r}"
     try:
         base = base_of(place)
-        whole = place if base is None else str(BUNDLED.get(base, base))
+        whole = place if base is None else str(place_of(base))
         if base is not None:
             subject = f"{name!r} is an adapter on {base!r}, which vLLM can't read"
             if Path(base).suffix == ".gguf" or base_of(whole) is not None:

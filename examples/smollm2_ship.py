@@ -1,0 +1,50 @@
+"""Put a trained gated adapter of SmolLM2 into the package, as the bundled model `smollm2`.
+
+    python examples/smollm2_ship.py runs/smollm2/gated --block-size 6 --acceptance 0.62
+
+The adapter is stored in bfloat16, names `smollm2-base` as its base, and decodes in mode verified.
+Its card is written by hand.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from setblock.adapters import CONFIG
+from setblock.checkpoint import BUNDLED, write_settings
+from setblock.loading import SMOLLM2
+
+WEIGHTS = "adapter_model.safetensors"
+LIMIT = 40_000_000  # bytes that a repository may hold
+
+
+def main(
+    adapter: Annotated[Path, typer.Argument(help="Output folder of `setblock train`.")],
+    block_size: Annotated[int, typer.Option(help="Of verified decoding, by default.")],
+    acceptance: Annotated[float, typer.Option(help="Of drafts, as `setblock evaluate` reports.")],
+    output_dir: Annotated[Path, typer.Option(help="Where it goes.")] = BUNDLED["smollm2"],
+) -> None:
+    """Write the folder."""
+    weights = {
+        name: tensor.to(torch.bfloat16) for name, tensor in load_file(adapter / WEIGHTS).items()
+    }
+    config = json.loads((adapter / CONFIG).read_text())
+    config["base_model_name_or_path"] = SMOLLM2
+    output_dir.mkdir(parents=True, exist_ok=True)
+    save_file(weights, output_dir / WEIGHTS, metadata={"format": "pt"})
+    if (output_dir / WEIGHTS).stat().st_size > LIMIT:
+        raise typer.BadParameter(f"{output_dir / WEIGHTS} is larger than {LIMIT:,} bytes")
+    (output_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copy(adapter / "generation_config.json", output_dir)
+    write_settings(output_dir, mode="verified", block_size=block_size, acceptance=acceptance)
+    shutil.copy(adapter / "log.jsonl", output_dir)
+    print(f"{adapter} -> {output_dir}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,55 @@
+"""The bundled adapter on SmolLM2-135M-Instruct itself, whose weights are part of a pip package."""
+
+import gc
+
+import pytest
+from networks import load
+
+import setblock
+from setblock.checkpoint import BUNDLED
+from setblock.cli.answering import QUESTIONS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """One model at a time: half a gigabyte."""
+    yield load("smollm2")
+    gc.collect()
+
+
+def test_it_writes_the_text_of_its_base_in_fewer_forwards(smollm2):
+    assert smollm2.gated
+    assert smollm2.defaults["mode"] == "verified"
+    question = QUESTIONS["smollm2"][0]
+    options = {"chat": True, "max_new_tokens": 32}
+    [answer] = setblock.generate(smollm2, [question], **options)
+    [plain] = setblock.generate(smollm2, [question], mode="ntp", **options)
+    [own] = setblock.generate(load("smollm2-base"), [question], mode="ntp", **options)
+    assert answer.settings.mode == "verified"
+    assert answer.token_ids == plain.token_ids == own.token_ids
+    assert answer.nfe < plain.nfe
+
+
+def test_its_files(smollm2):
+    folder = BUNDLED["smollm2"]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 40_000_000
+    card = (folder / "README.md").read_text()
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card
+    assert "Apache-2.0" in card
+
+
+def test_the_demo_asks_it_questions_of_its_own(run, smollm2, monkeypatch):
+    monkeypatch.setattr("setblock.loading.load", lambda *_, **__: smollm2)
+    original = setblock.stream
+    monkeypatch.setattr(
+        "setblock.live.stream",
+        lambda *words, **given: original(*words, **{**given, "max_new_tokens": 8}),
+    )
+    answer = run("demo", "--model", "smollm2", "--json").json
+    assert answer["model"] == "smollm2"
+    assert [one["mode"] for one in answer["totals"]] == ["ntp", "verified"]
+    texts = [one["text"] for one in answer["answers"]]
+    assert texts[::2] == texts[1::2]
+    assert len(texts) == 2 * len(QUESTIONS["smollm2"])
