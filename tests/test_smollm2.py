@@ -9,7 +9,8 @@ import setblock
 from setblock.checkpoint import BUNDLED
 from setblock.cli.answering import QUESTIONS
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# peft asks transformers by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 @pytest.fixture(scope="module")

@@ -605,9 +605,10 @@ def test_accuracy_by_offset_and_mask_rate_is_that_of_each_label(tmp_path):
                 assert share == pytest.approx(sum(found[index]) / len(found[index]))
 
 
-def train_on_this_rank(folder):
+def train_on_this_rank(folder, shape):
     run = trainer(
         folder,
+        net=network(shape),
         per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
         train_sampling_strategy="sequential",
     )
@@ -619,23 +620,24 @@ def train_on_this_rank(folder):
     run.leave()
 
 
-def on_two_ranks(job, folder):
+def on_two_ranks(job, folder, shape):
     """Runs a job of this file as two processes, which torchrun starts."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, __file__, job, str(folder)]
+    command = [sys.executable, *launch, __file__, job, str(folder), shape]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_two_ranks_are_one(tmp_path):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_are_one(tmp_path, shape):
     records = []
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
         if num_ranks == 1:
-            train_on_this_rank(folder)
+            train_on_this_rank(folder, shape)
         else:
-            on_two_ranks("train", folder)
+            on_two_ranks("train", folder, shape)
         records.append(json.loads((folder / "record.json").read_text()))
     for name, values in records[0].items():
         assert values == pytest.approx(records[1][name], abs=1e-5)
@@ -676,13 +678,13 @@ def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shar
     assert "time is not" not in describe(whole)
 
 
-def shard_on_this_rank(folder):
+def shard_on_this_rank(folder, shape):
     """Three steps of a network that FSDP2 has cut up, half of the rows a rank: the first one's
     gradients, the weights behind the last, and the losses.
     """
     run = trainer(
         folder,
-        net=two_layers(),
+        net=two_layers(shape),
         per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
         train_sampling_strategy="sequential",
         self_distill=0.5,
@@ -722,21 +724,25 @@ def shard_on_this_rank(folder):
     run.leave()
 
 
-def two_layers():
+def two_layers(shape):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 2}))
+    kind, config = SHAPES[shape]
+    settings = {**config.to_diff_dict(), "num_hidden_layers": 2}
+    settings.pop("layer_types", None)
+    return kind(type(config)(**settings))
 
 
-def test_two_shards_are_one(tmp_path):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_shards_are_one(tmp_path, shape):
     """FSDP2 over two gloo ranks; accelerate itself offers it on accelerators only."""
     records = []
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
         if num_ranks == 1:
-            shard_on_this_rank(folder)
+            shard_on_this_rank(folder, shape)
         else:
-            on_two_ranks("shard", folder)
+            on_two_ranks("shard", folder, shape)
         records.append(json.loads((folder / "record.json").read_text()))
     assert records[0].keys() == records[1].keys()
     for name, values in records[0].items():
@@ -747,4 +753,4 @@ def test_two_shards_are_one(tmp_path):
 JOBS = {"train": train_on_this_rank, "shard": shard_on_this_rank}
 
 if __name__ == "__main__":
-    JOBS[sys.argv[1]](Path(sys.argv[2]))
+    JOBS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])
