@@ -895,7 +895,7 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     where = ["train", "--model", checkpoint("llama"), "--data", rows, "--lr-scheduler-type"]
     words = [*where, "constant", "--optim", "sgd", *QUICK.split(), "--logging-steps", "1"]
     words[words.index("--per-device-train-batch-size") + 1] = "1"
-    words += ["--save-steps", "2"]
+    words += ["--save-steps", "2", "--answer-tokens", "4"]
     logs = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -914,6 +914,11 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
     assert [line["matp_loss"] for line in last if "matp_loss" in line] == logs[1][2:]
+    # nothing left to train: the last decoding is made, and written by one of them
+    words += ["--decode-data", rows, "--decode-every", "1"]
+    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in last if "decode_n" in line] == [3]
 
 
 def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
