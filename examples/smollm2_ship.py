@@ -20,7 +20,7 @@ from setblock.checkpoint import BUNDLED, write_settings
 from setblock.loading import SMOLLM2
 
 WEIGHTS = "adapter_model.safetensors"
-LIMIT = 40_000_000  # bytes that a repository may hold
+LIMIT = 40_000_000  # bytes; more has no place in a source repository
 
 
 def main(
@@ -33,12 +33,15 @@ def main(
     weights = {
         name: tensor.to(torch.bfloat16) for name, tensor in load_file(adapter / WEIGHTS).items()
     }
+    size = sum(tensor.nbytes for tensor in weights.values())
+    if size > LIMIT:
+        raise typer.BadParameter(f"{adapter} has {size:,} bytes, more than {LIMIT:,}")
     config = json.loads((adapter / CONFIG).read_text())
+    if not config.get("alora_invocation_tokens"):
+        raise typer.BadParameter(f"{adapter} is no gated adapter")
     config["base_model_name_or_path"] = SMOLLM2
     output_dir.mkdir(parents=True, exist_ok=True)
     save_file(weights, output_dir / WEIGHTS, metadata={"format": "pt"})
-    if (output_dir / WEIGHTS).stat().st_size > LIMIT:
-        raise typer.BadParameter(f"{output_dir / WEIGHTS} is larger than {LIMIT:,} bytes")
     (output_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(adapter / "generation_config.json", output_dir)
     write_settings(output_dir, mode="verified", block_size=block_size, acceptance=acceptance)

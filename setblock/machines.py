@@ -160,6 +160,7 @@ def find_model(name: str) -> Dimensions:
 
     Raises: ValueError if there is neither.
     """
+    name = "smollm2-135m" if name in ("smollm2", "smollm2-base") else name
     if name in MODELS:
         return MODELS[name]
     place = BUNDLED.get(name, Path(name))
@@ -172,8 +173,7 @@ def find_model(name: str) -> Dimensions:
             raise ValueError("the arithmetic has no place for a mixture of experts")
         return dimensions_of(config)
     except (OSError, ValueError, AttributeError) as error:
-        bundled = [one for one, folder in BUNDLED.items() if (folder / "config.json").is_file()]
         raise ValueError(
-            f"no model {name!r}: not one of {', '.join([*MODELS, *bundled])}, nor a configuration "
+            f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "
             f"in a folder or on the hub ({' '.join(str(error).split())[:200]})"
         ) from error

@@ -164,7 +164,7 @@ def flex_block_mask(
     that it changes no result.
     rows: what keys are, or their clean half, and queries their last tokens; then the tiles are made
     once for each length and block size, as if no row had padding, whose queries alone see less so.
-    The last 1,024 of them are kept.
+    The last 128 of them are kept, each of 4 bytes for every pair of tiles, four times over.
     """
     query_tensors, key_tensors = queries.tensors(), keys.tensors()
 
@@ -182,7 +182,7 @@ def flex_block_mask(
     return tiles
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _tiles_of_whole_rows(
     rows: WholeRows, num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> "BlockMask":

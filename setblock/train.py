@@ -403,6 +403,14 @@ class SBDTrainer(SFTTrainer):
         means = self._last_means | self._totals["train"].means()
         last = {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))}
         own = {f.name: getattr(self.args, f.name) for f in fields(SBDConfig) if f.name in OPTIONS}
+        card = Path(str(self.args.output_dir)) / "README.md"
+        named = (
+            f"`{self.provenance.get('model', 'a local model')}`"  # trl's card knows hub names only
+        )
+        head = card.read_text(encoding="utf-8").replace(
+            "[None](https://huggingface.co/None)", named
+        )
+        head = head.replace("# Model Card for None", f"# {card.parent.name}")
         text = CARD.format(
             what=WHAT[self.args.objective],
             provenance=json.dumps(self.provenance, indent=2, default=str),
@@ -410,8 +418,7 @@ class SBDTrainer(SFTTrainer):
             steps=self.state.global_step,
             losses=json.dumps(last, indent=2),
         )
-        with (Path(str(self.args.output_dir)) / "README.md").open("a", encoding="utf-8") as file:
-            file.write(text)
+        card.write_text(head.replace('model="None"', 'model="."') + text, encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)

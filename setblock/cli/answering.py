@@ -241,7 +241,7 @@ def demo(
     blocks = Mode.sbd if own_mode == Mode.ntp else own_mode
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
     if solver and Mode.sbd not in modes:
-        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver!r}")
+        raise ValueError(f"--solver is for mode sbd: add --mode sbd, got {solver!r} without it")
     for one in modes:
         warn_untrained(model, one)
     problems = []
@@ -249,6 +249,8 @@ def demo(
     if prompts is None:
         problems = [nano.problems(name, "test", 1, seed)[0] for name in nano.FAMILIES]
         prompts = [problem.prompt for problem in problems]
+    elif seed:
+        raise ValueError(f"--seed chooses among our own problems, got {seed} for other prompts")
     for one in modes:
         own = {"solver": solver} if one == Mode.sbd else {}
         warm_up(model, {"mode": one.value, "block_size": block_size, **own})

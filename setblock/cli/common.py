@@ -78,8 +78,8 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A bundled model (nano, nano-twin, smollm2), a checkpoint folder, a GGUF file, or a "
-        "hub name.",
+        help="A bundled model (nano, nano-twin, smollm2, smollm2-base), a checkpoint folder, a "
+        "GGUF file, or a hub name.",
     ),
 ]
 MaskTokenOption = Annotated[

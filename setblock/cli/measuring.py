@@ -133,6 +133,7 @@ def evaluate(
     from setblock.checkpoint import fingerprint
     from setblock.generation import settings_for
     from setblock.live import progress_bar
+    from setblock.loading import place_of
     from setblock.records import Journal
     from setblock.scores import Sample, compare
     from setblock.tasks import load_items
@@ -141,7 +142,8 @@ def evaluate(
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": "on"} if compile is Switch.on else {}
     models |= {"pack": "off"} if pack is Switch.off else {}
-    models["weights"] = [fingerprint(name) for name in model_names]
+    places = [str(place_of(name)) for name in model_names]  # unpacks what is not there yet
+    models["weights"] = [fingerprint(place) for place in places]
     given = {
         "mode": mode,
         "solver": solver,

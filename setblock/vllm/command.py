@@ -40,9 +40,10 @@ def command(
     base, subject = None, f"no model {name!r}"
     try:
         base = base_of(place)
-        whole = place if base is None else str(place_of(base))
+        whole = place
         if base is not None:
             subject = f"{name!r} is an adapter on {base!r}, which vLLM can't read"
+            whole = str(place_of(base))
             if Path(base).suffix == ".gguf" or base_of(whole) is not None:
                 raise ModelError("its base must be a whole checkpoint in safetensors")
         config = AutoConfig.from_pretrained(whole)
