@@ -108,5 +108,12 @@ def describe(cost: dict[str, Any]) -> str:
     else:
         line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
     if cost["seconds"] is not None:
-        line += f", {cost['steps']:,} steps in about {cost['seconds'] / 60:,.1f} minutes"
+        line += f", {cost['steps']:,} steps in about {_words(cost['seconds'])}"
     return line
+
+
+def _words(seconds: float) -> str:
+    """A duration in the unit that suits it."""
+    if seconds < 100:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 6000 else f"{seconds / 3600:,.1f} hours"

@@ -10,8 +10,10 @@ from typing import Any, Unpack
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from setblock import likelihood, nano
+from setblock.decode import Settings
 from setblock.generation import Generation, Options, batches, encode, settings_for, stream
 from setblock.model import Model
 from setblock.records import peak_bytes
@@ -144,10 +146,7 @@ def run(
     drafting = settings.mode == "verified" and settings.draft == "branches"
     acceptance = None
     if drafting and settings.block_size > 1:
-        branches = min(settings.branches or settings.block_size, settings.block_size)
-        acceptance = fitted_acceptance(
-            settings.block_size, branches, settings.seeds, result["tokens_per_forward"]
-        )
+        acceptance = acceptance_of(settings, result["tokens_per_forward"])
     longest = max(
         sum(len(prompts[row]) + settings.num_slots for row in rows)
         for rows in batches(prompts, batch_size)
@@ -168,6 +167,16 @@ def run(
         **(form.describe() if form else {}),
     }
     return line, score
+
+
+def acceptance_of(settings: Settings, tokens_per_forward: float) -> float:
+    """The acceptance of drafts by branches, in blocks of 2 and more, that fits what was measured.
+
+    See roofline.best_spending.
+    """
+    size = settings.block_size
+    branches = min(settings.branches or size, size)
+    return fitted_acceptance(size, branches, settings.seeds, tokens_per_forward)
 
 
 def _sample(
@@ -271,10 +280,17 @@ def families(tasks: Sequence[str]) -> list[str]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
-    """The lines of a record as a table, narrow enough for a terminal."""
-    shown = Table()
-    for name in ("task", "model and decoding", "n", "score", "95 %", "per forward", "seconds"):
-        words = name in ("task", "model and decoding")
+    """The lines of a record as a table, narrow enough for a terminal.
+
+    What all lines share of model and batch size is in the title.
+    """
+    models = {line["model"] for line in results}
+    sizes = {line.get("batch_size") for line in results} - {None}  # perplexity has no batches
+    common = [*models] * (len(models) == 1) + [f"batch size {s}" for s in sizes] * (len(sizes) == 1)
+    shown = Table(title=Text(", ".join(common)) if common else None)
+    who = "decoding" if len(models) == 1 else "model and decoding"
+    for name in ("task", who, "n", "score", "95 %", "per forward", "seconds"):
+        words = name in ("task", who)
         justify = "left" if words else "right"
         shown.add_column(
             name, justify=justify, no_wrap=not words or name == "task", overflow="fold"
@@ -282,7 +298,7 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     for line in results:
         shown.add_row(
             line["task"],
-            _name(line),
+            _name(line, model=len(models) > 1),
             str(line["n"]),
             *_score_cells(line),
             f"{line['tokens_per_forward']:.2f}",
@@ -291,9 +307,9 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-def _name(line: Mapping[str, Any]) -> str:
-    """Model, mode and solver in a few words that break at spaces."""
-    return " ".join(filter(None, (line["model"], line["mode"], line["solver"])))
+def _name(line: Mapping[str, Any], model: bool) -> str:
+    """Model, if asked for, mode and solver in a few words that break at spaces."""
+    return " ".join(filter(None, (line["model"] if model else "", line["mode"], line["solver"])))
 
 
 def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
@@ -306,6 +322,7 @@ def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
 
 def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """Each setting beside the first of its task, on the same problems."""
+    several = len({one[who]["model"] for one in comparisons for who in ("first", "second")}) > 1
     shown = Table(title="Each setting against the first of its task (McNemar's exact test)")
     for name in ("task", "second against first", "right alone", "p", "same", "clock"):
         words = name in ("task", "second against first")
@@ -317,7 +334,7 @@ def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
         alone = "" if one["p_value"] is None else f"{one['only_second']} : {one['only_first']}"
         shown.add_row(
             one["task"],
-            f"{_name(one['second'])} against {_name(one['first'])}",
+            f"{_name(one['second'], several)} against {_name(one['first'], several)}",
             alone,
             "" if one["p_value"] is None else f"{one['p_value']:.3g}",
             f"{one['identical_share']:.0%}",

@@ -29,7 +29,7 @@ COLORS = (
 NAMES = {
     "ntp": "token by token",
     "sbd": "set block decoding",
-    "verified": "verified set block decoding",
+    "verified": "verified blocks",
 }
 
 
@@ -113,7 +113,8 @@ def total(answers: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
 def table(totals: Sequence[dict[str, Any]]) -> Table:
     """The totals of both modes side by side."""
     shown = Table(title="All prompts")
-    for column in ("decoding", "correct", "tokens", "forwards", "per forward", "seconds"):
+    checked = ("correct",) * any(row["correct"] is not None for row in totals)
+    for column in ("decoding", *checked, "tokens", "forwards", "per forward", "seconds"):
         named = column == "decoding"
         shown.add_column(column, justify="left" if named else "right", no_wrap=not named)
     for row in totals:
@@ -121,7 +122,7 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
         name = NAMES[row["mode"]]
         shown.add_row(
             name,
-            correct,
+            *(correct,) * len(checked),
             str(row["num_tokens"]),
             str(row["nfe"]),
             f"{row['tokens_per_forward']:.2f}",

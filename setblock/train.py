@@ -44,6 +44,7 @@ from setblock.batches import (
     sliced,
     with_sample_ids,
 )
+from setblock.card import card
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.head import Scores, Targets, check_head, scoring
@@ -59,37 +60,6 @@ OPTIONS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
-WHAT = {
-    "sbd": "Trained with [setblock](https://arxiv.org/abs/2509.04185): next-token and masked-token "
-    "prediction in\none network. `setblock generate MODEL --mode sbd --prompt ...` decodes several "
-    "tokens per forward.",
-    "ntp": "Trained for next-token prediction alone, as the baseline of set block decoding\n"
-    "([arXiv:2509.04185](https://arxiv.org/abs/2509.04185)).",
-}
-CARD = """
-## Set block decoding
-
-{what}
-
-Model and data:
-
-```json
-{provenance}
-```
-
-Settings:
-
-```json
-{settings}
-```
-
-At the end, after {steps} steps (losses in nats per label):
-
-```json
-{losses}
-```
-"""
-
 
 # By this name a checkpoint's trainer_state.json holds what is ours.
 KEPT = "setblock"
@@ -393,32 +363,29 @@ class SBDTrainer(SFTTrainer):
         self._totals["train"] = Totals(self.accelerator.device, self.args.max_block_size)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """trl's card, and a section on what was trained how, with the last losses.
+        """Effects: README.md in the output folder says what was trained how, and to what losses.
 
-        Effects: writes README.md in the output folder; on the first rank alone.
+        In place of trl's, whose example of use needs a base from the hub; on the first rank alone.
         """
-        super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():
             return
         means = self._last_means | self._totals["train"].means()
-        last = {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))}
         own = {f.name: getattr(self.args, f.name) for f in fields(SBDConfig) if f.name in OPTIONS}
-        card = Path(str(self.args.output_dir)) / "README.md"
-        named = (
-            f"`{self.provenance.get('model', 'a local model')}`"  # trl's card knows hub names only
+        folder = Path(str(self.args.output_dir))
+        adapted = bool(is_peft_model(self.model))
+        base = self.provenance.get("model", self.model.config._name_or_path)
+        base = str(self.model.active_peft_config.base_model_name_or_path if adapted else base)
+        text = card(
+            self.hub_model_id or folder.resolve().name,
+            "gated" if self.gated else self.args.objective,
+            base if base.count("/") == 1 and not Path(base).exists() else None,
+            adapted,
+            self.provenance,
+            own,
+            self.state.global_step,
+            {name: value for name, value in means.items() if name.endswith(("loss", "accuracy"))},
         )
-        head = card.read_text(encoding="utf-8").replace(
-            "[None](https://huggingface.co/None)", named
-        )
-        head = head.replace("# Model Card for None", f"# {card.parent.name}")
-        text = CARD.format(
-            what=WHAT[self.args.objective],
-            provenance=json.dumps(self.provenance, indent=2, default=str),
-            settings=json.dumps(own, indent=2),
-            steps=self.state.global_step,
-            losses=json.dumps(last, indent=2),
-        )
-        card.write_text(head.replace('model="None"', 'model="."') + text, encoding="utf-8")
+        (folder / "README.md").write_text(text, encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -503,7 +470,7 @@ class SBDTrainer(SFTTrainer):
         settings.pop("acceptance", None)  # of other weights
         generation.setblock = {
             **settings,
-            "mode": "sbd",
+            "mode": "verified" if self.gated else "sbd",
             "mask_token_id": model.mask_token_id,
             "block_size": self.args.max_block_size,
             "trained": True,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from setblock.evaluate import Form, evaluate
+from setblock.evaluate import Form, acceptance_of, evaluate
 from setblock.generation import settings_for
 from setblock.model import Model
 from setblock.scores import Sample, Score, drop_bounds
@@ -92,8 +92,9 @@ def tune(
     items: at least two different ones that have a right answer; half of them, drawn by lot, pick,
     the rest confirm.
     known, on_sample: answers that an earlier call left, and where to keep new ones; run 2c + h is
-    candidate c's half h, the baseline being the last candidate. on_round: called after each round.
-    common: options of all settings, such as max_new_tokens.
+    candidate c's half h; behind the candidates come the baseline and the measuring of acceptance.
+    on_round: called after each round. common: options of all settings, such as max_new_tokens.
+    Effects: before verified decoding is tried, model.acceptance becomes that of its drafts.
     """
     # Each prompt once, in an order of no meaning: families and years come one after the other.
     drawn = list({one.prompt: one for one in items}.values())
@@ -103,8 +104,9 @@ def tune(
         raise ValueError("tuning needs at least 2 different items: one to pick by, one to confirm")
     baseline = Candidate({**BASELINE, **common})
     entries = [Candidate({**options, **common}) for options in tried]
+    drafting = Candidate({"mode": "verified", "draft": "branches", **common})
     exact = model.dtype == torch.float32
-    runs = {id(one): number for number, one in enumerate([*entries, baseline])}
+    runs = {id(one): number for number, one in enumerate([*entries, baseline, drafting])}
 
     def answer(one: Candidate, half: int, count: int) -> None:
         run = 2 * runs[id(one)] + half
@@ -126,6 +128,15 @@ def tune(
             for one in some:
                 answer(one, half, min(end, count))
 
+    acceptance = None
+    if any(one.options["mode"] == "verified" for one in entries):
+        some = min(FIRST_ITEMS, len(halves[0]))
+        used = settings_for(model, min(batch_size, some), **drafting.options)
+        if used.block_size > 1:
+            answer(drafting, 0, some)
+            answers = [drafting.answers[0][index] for index in range(some)]
+            acceptance = acceptance_of(used, _per_forward(answers))
+            model.acceptance = acceptance
     going, count = entries, min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
     while True:
         answer_in_turns((baseline, *going), 0, count)
@@ -160,6 +171,7 @@ def tune(
         "batch_size": batch_size,
         "picked_on": count,
         "confirmed_on": len(halves[1]),
+        "acceptance": acceptance,
         "baseline": {"score": first["score"], "interval": first["interval"]},
         "finalists": finals,
         "chosen": chosen,

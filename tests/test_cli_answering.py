@@ -450,6 +450,7 @@ def test_demo_in_json(run, answering):
     assert [one["nfe"] for one in answer["answers"]] == [12, 3]
     assert [one["mode"] for one in answer["totals"]] == ["ntp", "sbd"]
     assert all(one["correct"] is None for one in answer["answers"] + answer["totals"])
+    assert {"commit", "command", "machine", "date", "versions"} <= set(answer)
 
 
 @pytest.mark.usefixtures("short_demo")

@@ -90,7 +90,7 @@ def test_wrong_words_of_generate(run, trained, words, message):
         (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
         (["--mode", "verified", "--solver", "fixed:2"], "verified with --draft solver"),
         (["--mode", "ntp", "--next-token-seed"], "--next-token-seed is for mode sbd"),
-        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, which --mode l"),
+        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, and the modes"),
         (["--mode", "verified", "--branches", "0"], "branches must be an integer of at least 1"),
         (["--limit", "1", "--block-size", "-1"], "block_size must be"),
         (["--limit", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),

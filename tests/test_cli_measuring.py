@@ -98,6 +98,17 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
     assert "No such file" in run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
 
 
+@pytest.mark.parametrize(("own", "expected"), [("verified", "verified"), ("ntp", "sbd")])
+def test_evaluate_takes_the_mode_of_the_model(run, checkpoint, own, expected):
+    model = checkpoint("llama", settings={"trained": True, "mode": own, "block_size": 4})
+    words = ["--task", "lists", "--limit", "1", *SHORT]
+    lines = run("evaluate", model, *words, "--json").json["results"]
+    assert [line["mode"] for line in lines] == ["ntp", expected]
+    if own == "verified":
+        refused = run("evaluate", model, *words, "--solver", "fixed:2").error
+        assert "the modes are ntp, verified; got ['fixed:2']" in refused
+
+
 def test_evaluate_shows_a_table(run, trained, checkpoint):
     """All five families, by default token by token and by blocks, of both models."""
     other = checkpoint("qwen3", settings={"trained": True})

@@ -275,16 +275,37 @@ def line(**changes) -> dict:
 
 
 def test_the_table_has_a_row_for_every_line():
-    rows = shown([line(), line(mode="ntp", solver=None, task="code")], width=160)[3:-1]
-    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
     numbers = ["200", "91.5%", "86.8%-94.6%", "3.26", "12.3"]
-    assert cells[0] == ["json", "runs/nano sbd entropy:0.35", *numbers]
-    assert cells[1] == ["code", "runs/nano ntp", *numbers]
+    for other, model in (("runs/nano", ""), ("nano", "runs/nano ")):
+        lines = [line(), line(mode="ntp", solver=None, task="code", model=other)]
+        rows = [row for row in shown(lines, width=160) if row.startswith("│")]
+        cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+        assert cells[0] == ["json", f"{model}sbd entropy:0.35", *numbers]
+        assert cells[1] == ["code", f"{'nano ' if model else ''}ntp", *numbers]
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "models", "title"),
+    [
+        ((4, 4), ("nano", "nano"), "nano, batch size 4"),
+        ((4, 8), ("nano", "nano"), "nano"),
+        ((4, None), ("nano", "[b]"), "batch size 4"),
+        ((4, 8), ("nano", "[b]"), "┏"),
+    ],
+)
+def test_the_title_says_what_all_lines_share(batch_sizes, models, title):
+    pairs = zip(batch_sizes, models, strict=True)
+    lines = [line(batch_size=size, model=model) for size, model in pairs]
+    assert shown(lines, width=100)[0].strip().rstrip("━┳┓") == title
 
 
 def test_a_narrow_table_loses_nothing():
-    rows = "\n".join(shown([line(model="runs/a-long-name-of-a-checkpoint")], width=80))
-    column = "".join(row.split("│")[2].strip() for row in rows.splitlines() if row.startswith("│"))
-    assert column == "runs/a-long-name-of-a-checkpointsbd entropy:0.35"
+    name = "runs/a-long-name-of-a-checkpoint"
+    rows = "\n".join(shown([line(model=name), line(model="nano")], width=80))
+    cells = [row.split("│") for row in rows.splitlines() if row.startswith("│")]
+    column = "".join(row[2].strip() for row in cells)
+    assert column.startswith(name + "sbd entropy:0.35")
     assert all(len(row) <= 80 for row in rows.splitlines())
     assert "…" not in rows
+    cells = [row for row in shown([line()], width=80) if row.startswith("│")]
+    assert len(cells) == 1, "one model's settings fit on a line"

@@ -102,17 +102,25 @@ def test_every_method_gives_a_model(
     assert all(logits.isfinite().all() for logits in both)
     change = (both[0] - both[1]).abs().max()
     assert (change == 0) if method == "gated" else (change > 1e-3)
-    block = [generate(model, [[5, 6, 7]], max_new_tokens=24)[0] for model in (before, after)]
+    block = [
+        generate(model, [[5, 6, 7]], max_new_tokens=24, mode="sbd")[0] for model in (before, after)
+    ]
     assert block[0].token_ids != block[1].token_ids, "nothing was learned"
     # what the trainer held is what was saved
     [held] = trained
     held.eval()
     wrapped = Model(held, after.tokenizer, settings={"mask_token_id": after.mask_token_id})
-    [answer] = generate(wrapped, [[5, 6, 7]], max_new_tokens=24, solver="fixed:3")
-    [again] = generate(after, [[5, 6, 7]], max_new_tokens=24, solver="fixed:3")
+    [answer], [again] = (
+        generate(model, [[5, 6, 7]], max_new_tokens=24, mode="sbd", solver="fixed:3")
+        for model in (wrapped, after)
+    )
     assert answer.token_ids == again.token_ids
     card = (folder / "README.md").read_text()
-    assert "None" not in card.split("## Training procedure")[0]
+    assert "None" not in card.split("## Set block decoding")[0]
+    assert f"# {folder.name}\n" in card
+    assert f"library_name: {'transformers' if method == 'full' else 'peft'}" in card
+    assert after.defaults["mode"] == ("verified" if method == "gated" else "sbd")
+    assert ("drafts, the base verifies" in card) == (method == "gated")
     assert str(rows) in card
     assert "matp_loss" in card
     assert '"max_block_size": 16' in card
@@ -977,4 +985,6 @@ def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
     assert not any(name.startswith("_run") for name in sent[-1])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count("## Set block decoding") == 1
+    assert "# me/mine\n" in card
+    assert "base_model" not in card.split("# me/mine")[0], "a local base is no hub name"
     assert "matp_loss" in card

@@ -27,6 +27,7 @@ LEVELS = (
         "records",
         "scores",
         "checkpoint",
+        "card",
         "fields",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks", "resume"),

@@ -11,6 +11,7 @@ import torch
 
 from setblock import generation, nano, tune
 from setblock.loading import load
+from setblock.roofline import ACCEPTANCE, fitted_acceptance
 from setblock.scores import drop_bounds
 from setblock.tasks import TASKS
 from setblock.tune import SPEEDS, Target, candidates, items_needed
@@ -123,6 +124,25 @@ def test_verified_decoding_needs_no_proof_in_float32(model, items, judge):
     assert not line["finalists"][0]["proven"]
 
 
+def test_acceptance_is_measured_before_verified_decoding_is_tried(model, items, judge):
+    """How much to draft follows from it; without verified decoding there is nothing to measure."""
+    judge(lambda mode, number: True)
+    model.acceptance = ACCEPTANCE
+    assert tuned(model, items, candidates(model, SOME[:1], [4])[:1])[0]["acceptance"] is None
+    assert model.acceptance == ACCEPTANCE
+    kept: dict[int, list] = {}
+    used = generation.settings_for(model, 8, mode="verified", draft="branches")
+    line, _ = tuned(
+        model, items, [{"mode": "verified"}],
+        on_sample=lambda run, one: kept.setdefault(run, []).append(one),
+    )  # fmt: skip
+    measured = kept[4]  # candidate 2, behind the one tried and the baseline
+    rate = sum(len(one.token_ids) for one in measured) / sum(one.nfe for one in measured)
+    assert used.branches is not None
+    fitted = fitted_acceptance(used.block_size, used.branches, used.seeds, rate)
+    assert line["acceptance"] == model.acceptance == fitted != ACCEPTANCE
+
+
 def test_settings_answer_in_turns(model, items, judge):
     """A batch each, so that a machine that slows down slows all of them alike."""
     judge(lambda mode, number: True)
@@ -131,9 +151,10 @@ def test_settings_answer_in_turns(model, items, judge):
         model, items, candidates(model, SOME[:2], [4]),
         on_sample=lambda run, sample: order.append(run // 2),
     )  # fmt: skip
-    turns = [order[first : first + 8] for first in range(0, 4 * 8, 8)]
-    assert [set(turn) for turn in turns] == [{3}, {0}, {1}, {2}], "the baseline, then the others"
-    confirming = order[4 * 8 :]
+    turns = [order[first : first + 8] for first in range(0, 5 * 8, 8)]
+    expected = [{4}, {3}, {0}, {1}, {2}]
+    assert [set(turn) for turn in turns] == expected, "acceptance, the baseline, then the others"
+    confirming = order[5 * 8 :]
     assert [len(list(some)) for _, some in groupby(confirming)] == [8] * 8 + [4] * 4
 
 
@@ -160,7 +181,7 @@ def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
         kept.setdefault(run, []).append(sample)
 
     whole, rounds = tuned(model, items, on_sample=keep)
-    assert sorted(len(some) for some in kept.values()) == [8] * 3 + [16] * 5 + [20] * 4
+    assert sorted(len(some) for some in kept.values()) == [8] * 4 + [16] * 5 + [20] * 4
     some = {number: list(samples) for number, samples in kept.items() if number % 3}
     before = {number: len(samples) for number, samples in kept.items()}
     again, more = tuned(model, items, known=lambda run: some.get(run, []), on_sample=keep)
@@ -175,7 +196,7 @@ def test_by_clock(model, items, judge):
     kept: dict[int, list] = {}
     two = candidates(model, SOME[:2], [4])
     tuned(model, items, two, on_sample=lambda run, one: kept.setdefault(run, []).append(one))
-    baseline = max(kept) // 2  # the last candidate
+    baseline = len(two)
 
     def timed(run):
         each = 2.0 if run // 2 == baseline else 0.5
@@ -268,6 +289,8 @@ def test_command(run, checkpoint, tmp_path, judge):
     assert f"written into {folder}/generation_config.json, where it was sbd" in shown
     assert "times fewer forwards than token by token" in shown
     assert f"chosen: sbd {line['chosen']['solver']}" in shown
+    assert f"acceptance of drafted tokens: {line['acceptance']:.2f}, was" in shown
+    assert load(folder).acceptance == line["acceptance"]
 
 
 def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):

@@ -235,6 +235,7 @@ def demo(
     """
     from setblock import live as show
     from setblock import nano
+    from setblock.records import new_record
 
     model = load_model(model_name, None, None, None)
     own_mode = Mode(model.defaults["mode"])
@@ -254,7 +255,7 @@ def demo(
     for one in modes:
         own = {"solver": solver} if one == Mode.sbd else {}
         warm_up(model, {"mode": one.value, "block_size": block_size, **own})
-    if not as_json:
+    if not as_json and out.is_terminal:
         out.print("A token's colour is that of the forward that revealed it.", style="dim")
     answers = []
     for number, question in enumerate(prompts):
@@ -276,7 +277,9 @@ def demo(
             answers.append({"prompt": question, "correct": right, **to_json(generation, model)})
     totals = [show.total(answers, one) for one in modes]
     if as_json:
-        print_json({"model": model.name, "answers": answers, "totals": totals})
+        facts = new_record()
+        del facts["results"]
+        print_json({**facts, "model": model.name, "answers": answers, "totals": totals})
         return
     out.print(show.table(totals))
 

@@ -89,7 +89,10 @@ def evaluate(
     limit: Annotated[int, typer.Option(help="Problems of each family.")] = 100,
     batch_size: Annotated[int, typer.Option(help="Problems decoded together.")] = 32,
     mode: Annotated[
-        list[Mode] | None, typer.Option(help="May be given again. Default: ntp and sbd.")
+        list[Mode] | None,
+        typer.Option(
+            help="May be given again. Default: ntp, and the mode that the model decodes in."
+        ),
     ] = None,
     solver: Annotated[
         list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
@@ -182,12 +185,12 @@ def evaluate(
         form = _task_form(task or [], data, shots, shots_data, plain, split, held_out)
     elif shots or shots_data or plain:
         raise ValueError("--shots, --shots-data and --plain are for benchmark tasks, with --data")
-    modes = mode or [Mode.ntp, Mode.sbd]
+    modes = mode or [Mode.ntp, *_own_modes(model_names)]
     drafts = Mode.verified in modes and draft == Draft.solver
     if solver and Mode.sbd not in modes and not drafts:
         raise ValueError(
-            "--solver is for mode sbd, or mode verified with --draft solver, which --mode leaves "
-            f"out; got {solver}"
+            "--solver is for mode sbd, or mode verified with --draft solver, and the modes are "
+            f"{', '.join(modes)}; got {solver}"
         )
     own = {
         Mode.sbd: {"next_token_seed": next_token_seed or None, "fallback": fallback},
@@ -196,7 +199,9 @@ def evaluate(
     for one, values in own.items():
         names = [name.replace("_", "-") for name, value in values.items() if value is not None]
         if names and one not in modes:
-            raise ValueError(f"--{names[0]} is for mode {one.value}, which --mode leaves out")
+            raise ValueError(
+                f"--{names[0]} is for mode {one.value}, and the modes are {', '.join(modes)}"
+            )
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -264,6 +269,15 @@ def evaluate(
                 firsts.setdefault(family, (line, known))
                 run += 1
     _show(journal.record, as_json)
+
+
+def _own_modes(names: list[str]) -> list[Mode]:
+    """The modes that these models decode in by default; sbd if that is ntp alone."""
+    from setblock.loading import settings_of
+    from setblock.model import DEFAULTS
+
+    own = {settings_of(name).get("mode", DEFAULTS["mode"]) for name in names}
+    return [one for one in (Mode.sbd, Mode.verified) if one in own] or [Mode.sbd]
 
 
 def _refuse_split(split: str | None, data: str) -> None:

@@ -152,7 +152,8 @@ def train(
     if as_json:
         print_json(summary)
     else:
-        out.print(f"trained {summary['steps']} steps, saved to {summary['output_dir']}")
+        steps = summary["steps"]
+        out.print(f"trained {steps} step{'s' * (steps != 1)}, saved to {summary['output_dir']}")
     if summary["stopped_by"]:
         name = summary["stopped_by"]
         code = 128 + signal.Signals[name] if name in signal.Signals.__members__ else 130

@@ -83,7 +83,8 @@ def tune(
     Tries solvers, block sizes and verified decoding on half of the items, fewer settings on more
     items in each round; the last three answer the other half, and the fastest whose loss there is
     proven to be small enough is chosen. Verified decoding in float32 needs no proof: its text is
-    that of token by token. If nothing is both proven and faster, nothing is written.
+    that of token by token; how many of its drafts are accepted is measured first, and how much to
+    draft follows from that. If nothing is both proven and faster, nothing is written.
 
     With the default solvers it decodes each picking item about three times, each confirming one
     four times.
@@ -144,6 +145,7 @@ def tune(
         "settings": tried,
         "common": common,
     }
+    acceptance = model.acceptance
     journal = Journal(request, out_file, resume)
     record = journal.record
     line = journal.finished(0)
@@ -180,6 +182,8 @@ def tune(
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
             settings["dtype"] = dtype.value
+        if line["acceptance"] is not None:
+            settings["acceptance"] = line["acceptance"]
         write_settings(model_name, **settings)
     if as_json:
         print_json(record)
@@ -187,6 +191,8 @@ def tune(
     out.print(_table(line["finalists"], by))
     if any(one["mode"] == "verified" and one["proven"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
+    if line["acceptance"] is not None:
+        out.print(f"acceptance of drafted tokens: {line['acceptance']:.2f}, was {acceptance:.2f}")
     unit = "the speed of token by token" if by == "clock" else "fewer forwards than token by token"
     out.print(f"chosen: {_words(chosen)}, {chosen['speed']:.2f} times {unit}")
     if written:
