@@ -213,10 +213,11 @@ def bundle(tokenizer: PreTrainedTokenizerFast, stage: Path, folder: Path, **own:
     shutil.copyfile(stage / "log.json", folder / "log.json")
 
 
-def measure_acceptance(folder: Path, limit: int) -> float:
+def measure_acceptance(folder: Path, limit: int, max_new_tokens: int = 256) -> float:
     """How likely a drafted token is accepted, on validation problems of all families."""
     problems = [one for name in nano.FAMILIES for one in nano.problems(name, "validation", limit)]
     options: Any = {"mode": "verified", "block_size": 16, "branches": 16, "seeds": 0}
+    options["max_new_tokens"] = max_new_tokens
     line, _ = evaluate.run(setblock.load(folder), "nano", problems, 16, **options)
     return round(line["acceptance"], 3)
 

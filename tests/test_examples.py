@@ -1,12 +1,15 @@
 """The scripts under examples/, on few steps: every option of each is typed here."""
 
+import functools
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,13 +47,35 @@ def test_every_option_is_typed_in_this_file():
             assert f'"{option}"' in typed, f"no test types {option} of {script.name}"
 
 
-def test_nano_recipe(tmp_path):
+def imported(monkeypatch, name: str):
+    """(a script as a module of this process, a function that runs it with these words)."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    module = importlib.import_module(name)
+    app = typer.Typer()
+    app.command()(module.main)
+
+    def run_here(*words: object, code: int = 0) -> str:
+        result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return module, run_here
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_nano_recipe(tmp_path, monkeypatch):
+    recipe, run_here = imported(monkeypatch, "train_demo")
+    build = recipe.build_tokenizer
+    monkeypatch.setattr(recipe, "build_tokenizer", functools.cache(lambda: build(2000)))
+    shorter = functools.partial(recipe.measure_acceptance, max_new_tokens=16)
+    monkeypatch.setattr(recipe, "measure_acceptance", shorter)
     stages, bundle = tmp_path / "stages", tmp_path / "bundle"
     where = ("--output-dir", stages, "--batch-size", 4, "--base-steps", 2, "--steps", 2)
-    run("train_demo.py", *where, "--only", "base")
+    run_here(*where, "--only", "base")
     assert not (stages / "sbd").exists()
     shipped = ("--solver", "entropy:0.3", "--acceptance-limit", 1)
-    run("train_demo.py", *where, "--bundle-dir", bundle, *shipped)
+    run_here(*where, "--bundle-dir", bundle, *shipped)
     model = load(bundle / "nano")
     assert model.trained
     assert 0 < model.acceptance < ACCEPTANCE
@@ -58,22 +83,21 @@ def test_nano_recipe(tmp_path):
     assert not load(bundle / "nano-twin").trained
     weights = load_file(bundle / "nano" / "model.safetensors")
     assert sum(weight.numel() for weight in weights.values()) < 4_000_000
-    assert "must be one of" in run("train_demo.py", *where, "--only", "none", code=2)
+    assert "must be one of" in run_here(*where, "--only", "none", code=2)
 
 
 def test_nano_table(tmp_path, monkeypatch):
     """Three of its settings, so that it takes seconds; the whole has more than two hundred runs."""
-    monkeypatch.syspath_prepend(EXAMPLES)  # its worker processes import it by name
-    table = importlib.import_module("nano_table")
+    table, run_here = imported(monkeypatch, "nano_table")
+    # Worker processes would spend their time on imports; test_nano_lossless starts one.
+    threads = SimpleNamespace(Pool=lambda workers: ThreadPool(1))
+    monkeypatch.setattr(table.multiprocessing, "get_context", lambda method: threads)
+    monkeypatch.setattr(table.torch, "set_num_threads", lambda count: None)
     three = {name: table.SETTINGS[name] for name in (table.TWIN, table.NTP, table.DEFAULT)}
     monkeypatch.setattr(table, "SETTINGS", three)
     monkeypatch.setattr(table, "BLOCKS", {table.DEFAULT: three[table.DEFAULT]})
-    app = typer.Typer()
-    app.command()(table.main)
     few = ["--validation-limit", 2, "--limit", 3, "--held-out-limit", 1, "--latency-limit", 1]
-    words = ["--out", tmp_path, *few, "--batch-size", 2, "--workers", 2]
-    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
-    assert result.exit_code == 0
+    run_here("--out", tmp_path, *few, "--batch-size", 2, "--workers", 2)
     sizes = {"validation": 2, "test": 3, "held-out": 1, "latency": 1}
     for name, size in sizes.items():
         lines = json.loads((tmp_path / f"nano-{name}.json").read_text())["results"]
@@ -184,16 +208,12 @@ def test_the_gpu_benchmark(tmp_path):
 
 def test_the_gpu_benchmark_by_compiled_forwards(monkeypatch):
     """Typed here; what is compiled is tested by itself."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    gpu_benchmark = importlib.import_module("gpu_benchmark")
+    gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
     told = []
     monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model: told.append(model))
-    app = typer.Typer()
-    app.command()(gpu_benchmark.main)
     few = ["--shape", "tiny", "--device", "cpu", "--queries", "1", "--cached", "0", "--rows", "1"]
     few += ["--prompt", "4", "--new-tokens", "2", "--repeats", "1", "--copy-bytes", "64"]
-    result = CliRunner().invoke(app, [*few, "--dtype", "float32", "--compile"])
-    assert result.exit_code == 0, result.output
+    run_here(*few, "--dtype", "float32", "--compile")
     assert len(told) == 1
 
 

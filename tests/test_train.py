@@ -1,6 +1,7 @@
 """The trainer: trl's, with eq. 14 of arXiv:2509.04185 for a loss. On the CPU, in float32."""
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -617,28 +618,32 @@ def train_on_this_rank(folder, shape):
         record = {name: logged(run, name) for name in ("loss", "ntp_loss", "matp_loss")}
         record["weights"] = weights(run).tolist()
         (folder / "record.json").write_text(json.dumps(record))
-    run.leave()
+    return run
 
 
-def on_two_ranks(job, folder, shape):
-    """Runs a job of this file as two processes, which torchrun starts."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, __file__, job, str(folder), shape]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """on_two_ranks(job): the folder of a job of this file, every shape's record in a folder of its
+    own. Two processes, which torchrun starts, ran it, once for all tests.
+    """
+
+    @functools.cache
+    def folder_of(job):
+        folder = tmp_path_factory.mktemp(job)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *launch, __file__, job, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return folder
+
+    return folder_of
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_ranks_are_one(tmp_path, shape):
-    records = []
-    for num_ranks in (1, 2):
-        folder = tmp_path / str(num_ranks)
-        folder.mkdir()
-        if num_ranks == 1:
-            train_on_this_rank(folder, shape)
-        else:
-            on_two_ranks("train", folder, shape)
-        records.append(json.loads((folder / "record.json").read_text()))
+def test_two_ranks_are_one(tmp_path, on_two_ranks, shape):
+    train_on_this_rank(tmp_path, shape).leave()
+    places = (tmp_path, on_two_ranks("train") / shape)
+    records = [json.loads((place / "record.json").read_text()) for place in places]
     for name, values in records[0].items():
         assert values == pytest.approx(records[1][name], abs=1e-5)
 
@@ -721,7 +726,7 @@ def shard_on_this_rank(folder, shape):
     if run.accelerator.is_main_process:
         values = {name: value.tolist() for name, value in whole.items()}
         (folder / "record.json").write_text(json.dumps(values))
-    run.leave()
+    return run
 
 
 def two_layers(shape):
@@ -733,17 +738,11 @@ def two_layers(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_shards_are_one(tmp_path, shape):
+def test_two_shards_are_one(tmp_path, on_two_ranks, shape):
     """FSDP2 over two gloo ranks; accelerate itself offers it on accelerators only."""
-    records = []
-    for num_ranks in (1, 2):
-        folder = tmp_path / str(num_ranks)
-        folder.mkdir()
-        if num_ranks == 1:
-            shard_on_this_rank(folder, shape)
-        else:
-            on_two_ranks("shard", folder, shape)
-        records.append(json.loads((folder / "record.json").read_text()))
+    shard_on_this_rank(tmp_path, shape).leave()
+    places = (tmp_path, on_two_ranks("shard") / shape)
+    records = [json.loads((place / "record.json").read_text()) for place in places]
     assert records[0].keys() == records[1].keys()
     for name, values in records[0].items():
         assert torch.tensor(values).abs().max() > 0
@@ -753,4 +752,9 @@ def test_two_shards_are_one(tmp_path, shape):
 JOBS = {"train": train_on_this_rank, "shard": shard_on_this_rank}
 
 if __name__ == "__main__":
-    JOBS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])
+    last = None
+    for shape in SHAPES:
+        folder = Path(sys.argv[2]) / shape
+        folder.mkdir(exist_ok=True)
+        last = JOBS[sys.argv[1]](folder, shape)
+    last.leave()
