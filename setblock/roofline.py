@@ -1,7 +1,7 @@
 """The time of a forward by arithmetic: whatever takes longer, computing or moving bytes.
 
-An operation takes max(flops / peak, bytes / bandwidth); a forward is its linear layers, one after
-another, and its attention. No launches, norms or communication. Two sets of dimensions: `PAPER` is
+An operation takes max(flops / peak, bytes / bandwidth), on a machine that does one after the other
+the sum; a forward is its linear layers, one after another, and its attention. No launches, norms or communication. Two sets of dimensions: `PAPER` is
 the printed code of arXiv:2509.04185, whose feed-forward layer is 4096 times too wide and whose
 tables 3 and 4 follow from it; `machines.MODELS` has the true ones, with their output layers.
 """
@@ -16,6 +16,7 @@ class Device:
     """What a machine can do: flops per second of linear layers and attention, bytes per second.
 
     bytes_per_value: of what layers read and write; bytes_per_cached: of keys and values.
+    overlapping: whether bytes move while others are computed with.
     """
 
     name: str
@@ -25,6 +26,15 @@ class Device:
     bytes_per_weight: float = 1.0
     bytes_per_value: float = 1.0
     bytes_per_cached: float = 1.0
+    overlapping: bool = True
+
+    def seconds(
+        self, moved: float | int, linear: float | int = 0, attention: float | int = 0
+    ) -> float:
+        """Of an operation on so many bytes with so many flops, of a linear layer or attention."""
+        moving = moved / self.bandwidth
+        computing = linear / self.linear_flops + attention / self.attention_flops
+        return max(moving, computing) if self.overlapping else moving + computing
 
 
 # As printed in the paper: FP8 linear layers, BF16 attention; its bandwidth is 10 % above the data
@@ -68,7 +78,7 @@ def forward_s(
     moved = 2 * tokens * dimensions.attention * device.bytes_per_value
     moved += 2 * keys * device.bytes_per_cached
     flops = 4 * tokens * cached * dimensions.attention
-    attention = max(moved / device.bandwidth, flops / device.attention_flops)
+    attention = device.seconds(moved, attention=flops)
     output = _linear_s(device, tokens, *dimensions.output) if dimensions.output else 0.0
     return dimensions.layers * (block + attention) + output
 
@@ -78,7 +88,7 @@ def _linear_s(device: Device, tokens: int, inputs: int, outputs: int) -> float:
         inputs * outputs * device.bytes_per_weight
         + tokens * (inputs + outputs) * device.bytes_per_value
     )
-    return max(moved / device.bandwidth, 2 * tokens * inputs * outputs / device.linear_flops)
+    return device.seconds(moved, linear=2 * tokens * inputs * outputs)
 
 
 def speedup(

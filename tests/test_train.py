@@ -757,4 +757,4 @@ if __name__ == "__main__":
         folder = Path(sys.argv[2]) / shape
         folder.mkdir(exist_ok=True)
         last = JOBS[sys.argv[1]](folder, shape)
-    last.leave()
+    last and last.leave()
