@@ -302,29 +302,32 @@ def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
 
 
 def _contenders(lines: list[dict[str, Any]]) -> Table:
+    """One section for each batch size and prompt length; fits into 80 columns."""
     shown = Table(title="Against token by token (ntp); median, least to most of the rounds")
-    shown.add_column("decoding", no_wrap=True)
-    names = ("batch", "prompt", "tokens per forward", "tokens/s")
-    for name in (*names, "speed-up, decoding", "of its ceiling", "with prompt", "same answers"):
-        shown.add_column(name, justify="right", overflow="fold")
+    shown.add_column("decoding", width=12)
+    widths = {"per forward": 7, "tokens/s": 8, "speed-up": 9, "with prompt": 9, "of ceiling": 7}
+    for name, width in {**widths, "same": 4}.items():
+        shown.add_column(name, justify="right", width=width)
+    place = None
     for line in lines:
-        per_forward = line["tokens_per_forward"]
+        here = f"batch {line['batch_size']}, prompt {line['prompt_tokens']:.0f}"
+        if here != place:
+            shown.add_section()
+            shown.add_row(Text(here, style="dim"))
+            place = here
+        per_forward, reached = line["tokens_per_forward"], line["share_of_ceiling"]
         gains = [
             ""
             if line[name] is None
             else "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
             for name in ("speedup", "total_speedup")
         ]
-        reached = line["share_of_ceiling"]
         shown.add_row(
-            line["contender"],
-            str(line["batch_size"]),
-            f"{line['prompt_tokens']:.0f}",
+            line["contender"].replace("-", " "),
             "" if per_forward is None else f"{per_forward:.2f}",
             f"{line['tokens_per_second']:.1f}",
-            gains[0],
+            *gains,
             "" if reached is None else f"{reached:.0%}",
-            gains[1],
             f"{line['identical_share']:.0%}",
         )
     return shown
