@@ -28,6 +28,7 @@ from setblock.checkpoint import (
     ModelError,
     any_of,
     checked_settings,
+    fingerprint,
     read_settings,
     write_settings,
 )
@@ -200,6 +201,14 @@ def base_of(source: str) -> str | None:
     if not isinstance(base, str):
         raise ModelError(f"{adapters.CONFIG} of {source!r} names no base_model_name_or_path")
     return base
+
+
+def fingerprint_of(name: str, settings: bool = True) -> str | None:
+    """`checkpoint.fingerprint` of a MODEL, of an adapter with that of its base."""
+    place = place_of(name)
+    own = fingerprint(str(place), settings)
+    base = base_of(str(place)) if place.is_dir() else None
+    return own if base is None else f"{own} on {fingerprint(str(place_of(base)))}"
 
 
 def lasting(name: str) -> str:

@@ -1,9 +1,10 @@
 """The time of a forward by arithmetic: whatever takes longer, computing or moving bytes.
 
 An operation takes max(flops / peak, bytes / bandwidth), on a machine that does one after the other
-the sum; a forward is its linear layers, one after another, and its attention. No launches, norms or communication. Two sets of dimensions: `PAPER` is
-the printed code of arXiv:2509.04185, whose feed-forward layer is 4096 times too wide and whose
-tables 3 and 4 follow from it; `machines.MODELS` has the true ones, with their output layers.
+the sum; a forward is its linear layers, one after another, and its attention. No launches, norms or
+communication. Two sets of dimensions: `PAPER` is the printed code of arXiv:2509.04185, whose
+feed-forward layer is 4096 times too wide and whose tables 3 and 4 follow from it; `machines.MODELS`
+has the true ones, with their output layers.
 """
 
 import functools

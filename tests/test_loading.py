@@ -14,7 +14,8 @@ from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, token_id, uncached
 
 from setblock import loading
-from setblock.checkpoint import ModelError, write_settings
+from setblock.checkpoint import ModelError, fingerprint, write_settings
+from setblock.loading import fingerprint_of
 from setblock.masks import causal_layout
 
 
@@ -380,3 +381,17 @@ def test_a_file_that_is_no_gguf(tmp_path):
     path.write_bytes(b"nothing of the kind" * 10)
     with pytest.raises(ModelError, match=r"can't load .*wrong\.gguf"):
         load(path)
+
+
+def test_the_fingerprint_of_an_adapter_changes_with_its_base(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"1")
+    (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+    before = fingerprint_of(str(adapter))
+    assert before != fingerprint_of(str(base)) == fingerprint(str(base))
+    assert before == fingerprint_of(str(adapter))
+    (base / "model.safetensors").write_bytes(b"22")
+    assert fingerprint_of(str(adapter)) != before
+    assert fingerprint_of("owner/name") is None

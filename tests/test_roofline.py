@@ -1,6 +1,8 @@
 """The cost of a forward: the paper's printed tables, and what its true dimensions say."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -310,3 +312,20 @@ def test_the_machine_of_a_model(monkeypatch) -> None:
         assert device_of(place, torch.bfloat16).name == expected
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_of(place, torch.float32) == measured, "the sheet has no float32 matrix rate"
+
+
+def test_a_cpu_moves_and_computes_one_after_the_other() -> None:
+    cpu, model = device_of(torch.device("cpu"), torch.float32), MODELS["smollm2-135m"]
+    whole, moving, computing = (
+        forward_s(model, replace(cpu, **without), 6, cached=128)
+        for without in (
+            {},
+            {"linear_flops": math.inf, "attention_flops": math.inf},
+            {"bandwidth": math.inf},
+        )
+    )
+    assert whole == pytest.approx(moving + computing)
+    overlapping = forward_s(model, replace(cpu, overlapping=True), 6, cached=128)
+    assert max(moving, computing) <= overlapping < whole
+    best = best_spending(model, cpu, 6, acceptance=0.71)
+    assert (best.block_size, best.branches, best.seeds) == (3, 1, 0), "as the clock says, too"

@@ -133,10 +133,9 @@ def evaluate(
     """
     from setblock import evaluate as evaluation
     from setblock import nano
-    from setblock.checkpoint import fingerprint
     from setblock.generation import settings_for
     from setblock.live import progress_bar
-    from setblock.loading import place_of
+    from setblock.loading import fingerprint_of
     from setblock.records import Journal
     from setblock.scores import Sample, compare
     from setblock.tasks import load_items
@@ -145,8 +144,7 @@ def evaluate(
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": "on"} if compile is Switch.on else {}
     models |= {"pack": "off"} if pack is Switch.off else {}
-    places = [str(place_of(name)) for name in model_names]  # unpacks what is not there yet
-    models["weights"] = [fingerprint(place) for place in places]
+    models["weights"] = [fingerprint_of(name) for name in model_names]
     given = {
         "mode": mode,
         "solver": solver,

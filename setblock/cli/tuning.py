@@ -91,7 +91,8 @@ def tune(
     """
     from setblock import evaluate, nano
     from setblock import tune as tuning
-    from setblock.checkpoint import BUNDLED, fingerprint, write_settings
+    from setblock.checkpoint import BUNDLED, write_settings
+    from setblock.loading import fingerprint_of
     from setblock.records import Journal
     from setblock.scores import Sample
     from setblock.tasks import TASKS, load_items, read_rows
@@ -133,7 +134,7 @@ def tune(
         common["stop"] = form.task.stop
     request = {
         "model": model_name,
-        "weights": fingerprint(model_name, settings=False),  # those are written in the end
+        "weights": fingerprint_of(model_name, settings=False),  # those are written in the end
         "mask_token_id": mask_token_id,
         "dtype": dtype and dtype.value,
         "device": device,
