@@ -19,9 +19,9 @@ WHAT = {
     "([arXiv:2509.04185](https://arxiv.org/abs/2509.04185)).",
 }
 USE = {
-    "sbd": "`setblock tune {name} ...` looks for the fastest decoding that loses no score that you "
+    "sbd": "`setblock tune FOLDER ...` looks for the fastest decoding that loses no score that you "
     "would\nmiss, and makes it the default.",
-    "gated": "`setblock tune {name} ...` measures how many of its drafts are accepted, and writes "
+    "gated": "`setblock tune FOLDER ...` measures how many of its drafts are accepted, and writes "
     "that down\nbeside it: how much to draft is chosen by that. `--mode sbd` decodes without "
     "verification, for\nwhich a gated adapter needs far more training.",
     "ntp": "It decodes token by token.",
@@ -90,7 +90,7 @@ def card(
         front=front.to_yaml(),
         name=name,
         what=WHAT[kind],
-        use=USE[kind].format(name=name),
+        use=USE[kind],
         provenance=json.dumps(provenance, indent=2, default=str),
         settings=json.dumps(settings, indent=2),
         steps=steps,

@@ -115,5 +115,5 @@ def describe(cost: dict[str, Any]) -> str:
 def _words(seconds: float) -> str:
     """A duration in the unit that suits it."""
     if seconds < 100:
-        return f"{seconds:.0f} seconds"
+        return f"{max(seconds, 2):.0f} seconds"
     return f"{seconds / 60:,.0f} minutes" if seconds < 6000 else f"{seconds / 3600:,.1f} hours"

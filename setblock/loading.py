@@ -204,10 +204,16 @@ def base_of(source: str) -> str | None:
 
 
 def fingerprint_of(name: str, settings: bool = True) -> str | None:
-    """`checkpoint.fingerprint` of a MODEL, of an adapter with that of its base."""
+    """`checkpoint.fingerprint` of a MODEL, of an adapter with that of its base.
+
+    Raises: ModelError.
+    """
     place = place_of(name)
     own = fingerprint(str(place), settings)
-    base = base_of(str(place)) if place.is_dir() else None
+    try:
+        base = base_of(str(place)) if place.is_dir() else None
+    except LOAD_ERRORS as error:
+        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     return own if base is None else f"{own} on {fingerprint(str(place_of(base)))}"
 
 

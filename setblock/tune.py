@@ -16,6 +16,7 @@ import torch
 from setblock.evaluate import Form, acceptance_of, evaluate
 from setblock.generation import settings_for
 from setblock.model import Model
+from setblock.roofline import ACCEPTANCE
 from setblock.scores import Sample, Score, drop_bounds
 
 FIRST_ITEMS = 8  # of the first round, at least
@@ -131,6 +132,7 @@ def tune(
     acceptance = None
     if any(one.options["mode"] == "verified" for one in entries):
         some = min(FIRST_ITEMS, len(halves[0]))
+        model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
         used = settings_for(model, min(batch_size, some), **drafting.options)
         if used.block_size > 1:
             answer(drafting, 0, some)

@@ -1,5 +1,6 @@
 """The commands that measure: evaluate, benchmark and profile."""
 
+import io
 import json
 import os
 import shutil
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from transformers import GenerationMixin
 
 from setblock import contenders, evaluate, nano, packed, records
+from setblock.cli import benchmarking
 from setblock.model import Model
 
 SHORT = ["--max-new-tokens", "8"]
@@ -286,8 +289,27 @@ def test_benchmark_every_option(run, trained, tmp_path):
     result = run("benchmark", trained, *few)
     assert "transformers" in result.out
     assert "lookup" in result.out
-    assert max(map(len, result.out.splitlines())) <= 80
+    assert "…" not in result.out
     assert "against one token" in result.out
+
+
+def test_the_table_of_a_benchmark_cuts_nothing_off():
+    """In 80 columns, with wide ranges and a long solver."""
+    line = {
+        "contender": "sbd confidence-bound:1e-05", "batch_size": 1, "prompt_tokens": 8.0,
+        "tokens_per_forward": 10.5, "tokens_per_second": 1234.5, "speedup": 11.0,
+        "speedup_range": [9.9, 12.1], "total_speedup": 10.5, "total_speedup_range": [10.1, 12.1],
+        "share_of_ceiling": 1.12, "identical_share": 1.0,
+    }  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(benchmarking._contenders([line, line | {"contender": "transformers-lookup"}]))
+    text = console.export_text()
+    assert "…" not in text
+    for part in ("10.10-12.10", "9.90-12.10", "1234.5", "batch 1,"):
+        assert part in text
+    first = "".join(row.split("│")[1].strip() for row in text.splitlines() if row.startswith("│"))
+    assert "sbdconfidence-bound:1e-05" in first
+    assert "transformers lookup" in first.replace("transformerslookup", "transformers lookup")
 
 
 @pytest.fixture

@@ -304,10 +304,10 @@ def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
 def _contenders(lines: list[dict[str, Any]]) -> Table:
     """One section for each batch size and prompt length; fits into 80 columns."""
     shown = Table(title="Against token by token (ntp); median, least to most of the rounds")
-    shown.add_column("decoding", width=12)
-    widths = {"per forward": 7, "tokens/s": 8, "speed-up": 9, "with prompt": 9, "of ceiling": 7}
-    for name, width in {**widths, "same": 4}.items():
-        shown.add_column(name, justify="right", width=width)
+    shown.add_column("decoding", overflow="fold", max_width=12)
+    names = ("per forward", "tokens/s", "speed-up", "with prompt", "of ceiling", "same")
+    for name in names:
+        shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     place = None
     for line in lines:
         here = f"batch {line['batch_size']}, prompt {line['prompt_tokens']:.0f}"
@@ -319,11 +319,11 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
         gains = [
             ""
             if line[name] is None
-            else "{:.2f}x {:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
+            else "{:.2f}x\n{:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
             for name in ("speedup", "total_speedup")
         ]
         shown.add_row(
-            line["contender"].replace("-", " "),
+            line["contender"].replace("transformers-", "transformers "),
             "" if per_forward is None else f"{per_forward:.2f}",
             f"{line['tokens_per_second']:.1f}",
             *gains,

@@ -91,7 +91,8 @@ def evaluate(
     mode: Annotated[
         list[Mode] | None,
         typer.Option(
-            help="May be given again. Default: ntp, and the mode that the model decodes in."
+            help="May be given again. Default: ntp, and every mode that one of the models decodes "
+            "in; sbd if that is ntp alone."
         ),
     ] = None,
     solver: Annotated[

@@ -84,7 +84,7 @@ def tune(
     items in each round; the last three answer the other half, and the fastest whose loss there is
     proven to be small enough is chosen. Verified decoding in float32 needs no proof: its text is
     that of token by token; how many of its drafts are accepted is measured first, and how much to
-    draft follows from that. If nothing is both proven and faster, nothing is written.
+    draft follows from that. If nothing is both proven and faster, no setting is written.
 
     With the default solvers it decodes each picking item about three times, each confirming one
     four times.
@@ -176,6 +176,9 @@ def tune(
         journal.finish(line)
     chosen = line["chosen"]
     old, written = model.defaults, write and chosen["mode"] != "ntp"
+    measured = line.get("acceptance")
+    if write and measured is not None:
+        write_settings(model_name, acceptance=measured)
     if written:
         names = ("mode", "solver", "block_size")
         settings = {name: chosen[name] for name in names if chosen[name]}
@@ -183,8 +186,6 @@ def tune(
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
             settings["dtype"] = dtype.value
-        if line["acceptance"] is not None:
-            settings["acceptance"] = line["acceptance"]
         write_settings(model_name, **settings)
     if as_json:
         print_json(record)
@@ -192,8 +193,9 @@ def tune(
     out.print(_table(line["finalists"], by))
     if any(one["mode"] == "verified" and one["proven"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
-    if line["acceptance"] is not None:
-        out.print(f"acceptance of drafted tokens: {line['acceptance']:.2f}, was {acceptance:.2f}")
+    if measured is not None:
+        kept = ", and written" if write else ""
+        out.print(f"acceptance of drafted tokens: {measured:.2f}, was {acceptance:.2f}{kept}")
     unit = "the speed of token by token" if by == "clock" else "fewer forwards than token by token"
     out.print(f"chosen: {_words(chosen)}, {chosen['speed']:.2f} times {unit}")
     if written:
@@ -204,7 +206,8 @@ def tune(
     if chosen["mode"] == "ntp":
         need = tuning.items_needed(target)
         out.print(
-            f"nothing faster is proven to lose at most {max_drop:g} points, and nothing is written"
+            f"nothing faster is proven to lose at most {max_drop:g} points, and no setting is "
+            "written"
             + (f"; a setting that answers all alike needs {need} confirming items" if need else "")
             + f", here were {line['confirmed_on']}"
         )
