@@ -1,13 +1,16 @@
 """The wall clock of decoding at the shape of Llama-3.1-8B, random weights: the table that the paper
 predicted and did not measure.
 
-    python examples/gpu_benchmark.py --out benchmarks/records/gpu-llama-8b.json
+    for how in off graphs on; do
+        python examples/gpu_benchmark.py --compile $how --out benchmarks/records/gpu-8b-$how.json
+    done
 
 Forwards of 1 to 272 query tokens behind 128 to 32,768 cached ones, for 1 to 32 rows, beside the
 roofline; the bandwidth that a forward of one token reaches as a share of what a copy reaches; the
 speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
-it. Without a GPU, `--shape tiny` runs the same script in a minute.
+it. The record is written after each part and each size of batch. Without a GPU, `--shape tiny
+--device cpu` runs the same script in a minute, but for graphs, which are CUDA's.
 """
 
 import statistics
@@ -22,6 +25,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from setblock import benchmark, contenders, machines, profiling
+from setblock.cli.common import Compile, CompileOption
 from setblock.loading import load
 from setblock.model import Model
 from setblock.plan import beside_measured
@@ -44,7 +48,7 @@ BLOCK = 16
 console = Console()
 
 
-def random_model(shape: str, context: int, device: str, dtype: str, compile: bool) -> Model:
+def random_model(shape: str, context: int, device: str, dtype: str, compile: Compile) -> Model:
     """A model of that shape; its tokenizer, the bundled one, has no part in what is measured."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=context)
     with torch.device(device):
@@ -52,8 +56,8 @@ def random_model(shape: str, context: int, device: str, dtype: str, compile: boo
     tokenizer = load("nano", device="cpu").tokenizer
     model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
     model.eos_token_ids = frozenset()  # answers are as long as they may be
-    if compile:
-        model.compile()
+    if compile is not Compile.off:
+        model.compile(kernels=compile is Compile.on)
     return model
 
 
@@ -78,20 +82,22 @@ def room_for(model: Model, rows: int, cached: int, queries: int) -> bool:
     cache = 2 * sizes.layers * sizes.cache * (cached + queries) * model.dtype.itemsize
     logits = 3 * queries * model.vocab_size * 4
     mask = queries * (cached + queries) * (1 + model.dtype.itemsize)
-    return rows * (cache + logits + mask) < 0.9 * torch.cuda.mem_get_info(model.device)[0]
+    # What graphs have kept for an earlier size of batch goes when this one's cache is made.
+    kept = torch.cuda.memory_reserved(model.device) - model.weight_bytes
+    free = torch.cuda.mem_get_info(model.device)[0] + kept
+    return rows * (cache + logits + mask) < 0.85 * free
 
 
 def forwards(
-    model: Model, rows: list[int], cached: list[int], queries: list[int], repeats: int
+    model: Model, batch: int, cached: list[int], queries: list[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """A line for each forward that fits, beside the roofline's."""
+    """A line for each forward of so many rows that fits, beside the roofline's."""
     lines: list[dict[str, Any]] = []
-    for batch in rows:
-        for length in cached:
-            fit = [count for count in queries if room_for(model, batch, length, count)]
-            if fit:
-                lines += benchmark.forward_costs(model, [length], fit, batch, repeats)
-                console.print(f"{batch} rows behind {length} tokens: {lines[-1]['seconds']:.4f} s")
+    for length in cached:
+        fit = [count for count in queries if room_for(model, batch, length, count)]
+        if fit:
+            lines += benchmark.forward_costs(model, [length], fit, batch, repeats)
+            console.print(f"{batch} rows behind {length} tokens: {lines[-1]['seconds']:.4f} s")
     machine = machines.device_of(model.device, model.dtype)
     return beside_measured(machines.dimensions_of(model.network.config), machine, lines, DISPATCH_S)
 
@@ -129,29 +135,30 @@ def speedups(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def answers(model: Model, cached: list[int], tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Whole answers behind such prompts: 1, 2, 4 and 8 tokens per forward, and where time goes."""
-    lines = []
-    for length in cached:
-        prompt = [5 + place % 200 for place in range(length)]
-        running = {"ntp": contenders.ours(mode="ntp")}
-        for rate in (1, 2, 4, 8):
-            options: dict[str, Any] = {"solver": f"fixed:{rate}", "block_size": BLOCK}
-            running[f"sbd fixed:{rate}"] = contenders.ours(mode="sbd", **options)
-        running["transformers"] = contenders.transformers_generate()
-        if model.device.type == "cuda":
-            running["transformers static"] = contenders.transformers_generate(
-                cache_implementation="static"
-            )
-        lines += benchmark.compare(model, [prompt], 1, tokens, repeats, running)
-        for name, options in (
-            ("ntp", {"mode": "ntp"}),
-            ("sbd", {"mode": "sbd", "solver": "fixed:4", "block_size": BLOCK}),
-        ):
-            found = profiling.profiled(
-                model, [prompt], 1, max_new_tokens=tokens, ignore_eos=True, **options
-            )
-            lines.append({"contender": f"shares of {name}", "prompt_tokens": length, **found})
+def answers(model: Model, length: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Whole answers behind such a prompt: 1, 2, 4 and 8 tokens per forward, and where time goes;
+    not of compiled forwards, whose operations a profiler can't tell apart.
+    """
+    prompt = [5 + place % 200 for place in range(length)]
+    running = {"ntp": contenders.ours(mode="ntp")}
+    for rate in (1, 2, 4, 8):
+        options: dict[str, Any] = {"solver": f"fixed:{rate}", "block_size": BLOCK}
+        running[f"sbd fixed:{rate}"] = contenders.ours(mode="sbd", **options)
+    running["transformers"] = contenders.transformers_generate()
+    if model.device.type == "cuda":
+        static = contenders.transformers_generate(cache_implementation="static")
+        running["transformers static"] = static
+    lines = list(benchmark.compare(model, [prompt], 1, tokens, repeats, running))
+    if model.compiled:
+        return lines
+    profiles: dict[str, dict[str, Any]] = {
+        "ntp": {"mode": "ntp"},
+        "sbd": {"mode": "sbd", "solver": "fixed:4", "block_size": BLOCK},
+    }
+    for name, options in profiles.items():
+        options |= {"max_new_tokens": tokens, "ignore_eos": True}
+        found = profiling.profiled(model, [prompt], 1, **options)
+        lines.append({"contender": f"shares of {name}", "prompt_tokens": length, **found})
     return lines
 
 
@@ -159,7 +166,7 @@ def main(
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "llama-3.1-8b",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    compile: Annotated[bool, typer.Option("--compile", help="By torch.compile.")] = False,
+    compile: CompileOption = Compile.off,
     queries: Annotated[list[int] | None, typer.Option(help="Query tokens; again.")] = None,
     cached: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; again.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows; again.")] = None,
@@ -180,23 +187,29 @@ def main(
     context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
     model = random_model(shape, context, device, dtype, compile)
     record = new_record()
-    record |= {"dtype": dtype, "compile": compile, "repeats": repeats}
+    record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
     record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
     console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")
-    record["answers"] = answers(model, prompts, new_tokens, repeats)
-    for line in record["answers"]:
-        if line.get("speedup"):
-            console.print(
-                f"{line['contender']} behind {line['prompt_tokens']:.0f}: {line['speedup']:.2f}x"
-            )
-    record["forwards"] = forwards(model, batches, lengths, widths, repeats)
-    record["bandwidth"] = reached(model, record["forwards"], copy)
-    record["speedups"] = speedups(record["forwards"])
-    if device == "cuda":
-        record["peak_bytes"] = torch.cuda.max_memory_allocated()
-    if out is not None:
-        save_record(record, out)
+    record |= {"answers": [], "forwards": []}
+
+    def save() -> None:
+        record["bandwidth"] = reached(model, record["forwards"], copy)
+        record["speedups"] = speedups(record["forwards"])
+        if device == "cuda":
+            record["peak_bytes"] = torch.cuda.max_memory_allocated()
+        if out is not None:
+            save_record(record, out)
+
+    for length in prompts:
+        record["answers"] += (lines := answers(model, length, new_tokens, repeats))
+        save()
+        for line in lines:
+            if line.get("speedup"):
+                console.print(f"{line['contender']} behind {length}: {line['speedup']:.2f}x")
+    for batch in batches:
+        record["forwards"] += forwards(model, batch, lengths, widths, repeats)
+        save()
     table = Table(title="Speed-up for so many tokens per forward, blocks of 16")
     for name in ("rows", "cached", *map(str, RATES)):
         table.add_column(name, justify="right")

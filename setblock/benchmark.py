@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from setblock.contenders import BASELINE, Contender, Run, now
+from setblock.decode import CHUNK
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
+
+WARM_UPS = 2  # rounds of bare forwards: in the second one graphs are recorded
 
 
 def stretched(prompt: Sequence[int], length: int | None) -> list[int]:
@@ -124,7 +127,7 @@ def forward_costs(
     of a single token: the measured counterpart of the paper's table 3.
 
     1 is next-token decoding, k a later forward of a block, 2k its first one. The widths take turns,
-    so that a machine that slows down slows all of them; a first round warms up. Medians, of the
+    so that a machine that slows down slows all of them; two rounds warm up. Medians, of the
     ratio also the least and the most.
     """
     widths = sorted({1, *queries})
@@ -149,20 +152,20 @@ def _in_turns(
 ) -> list[dict[tuple[int, int], float]]:
     """For each round the seconds of each forward: of so many tokens, with logits of so many."""
     cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes))
-    if cached:
-        position = torch.arange(cached, device=model.device).expand(batch_size, -1)
-        tokens = torch.full((batch_size, cached), model.pad_token_id, device=model.device)
-        # One logit is enough of a forward that only fills the cache.
-        model.forward(tokens, causal_layout(position), cache, logits_at=position[0, -1:])
-        cache.keep(torch.full((batch_size,), cached))
+    for first in range(0, cached, CHUNK):
+        position = torch.arange(first, min(first + CHUNK, cached), device=model.device)
+        layout = causal_layout(position.expand(batch_size, -1))
+        tokens = torch.full(layout.position.shape, model.pad_token_id, device=model.device)
+        model.forward(tokens, layout, cache, logits_at=position[:0])
+        cache.keep(torch.full((batch_size,), len(position)))
 
     return [
         {
             (count, wanted): _forward_seconds(model, cache, count, count // 2, wanted)
             for count, wanted in shapes
         }
-        for _ in range(repeats + 1)
-    ][1:]
+        for _ in range(repeats + WARM_UPS)
+    ][WARM_UPS:]
 
 
 def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: int) -> float:

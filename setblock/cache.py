@@ -12,36 +12,60 @@ from transformers.cache_utils import CacheLayerMixin
 from setblock.masks import CLEAN, PADDING, Layout
 
 
+class Memory:
+    """Room for the keys and values of so many rows; a cache has it for itself while it lives.
+
+    Each layer's is allocated at its first forward, which tells the shapes.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self._layers: dict[int, list[Tensor]] = {}
+
+    def of(self, layer: int, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
+        """Keys and values of a layer, [rows, heads, capacity, width] each."""
+        if layer not in self._layers:
+            # Zeros, not empty memory: slots nobody sees get weight 0, and 0 * NaN is NaN.
+            self._layers[layer] = [
+                states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
+                for states in (key_states, value_states)
+            ]
+        return self._layers[layer]
+
+    def clear(self) -> None:
+        """Zeros again, before another cache gets it."""
+        for tensors in self._layers.values():
+            for tensor in tensors:
+                tensor.zero_()
+
+
 @dataclass
 class _Slots:
     """Where a forward writes; shared by a cache and its layers, so that neither holds the other."""
 
     capacity: int
     lengths: list[int]  # the host's copy of PrefixCache.lengths
-    longest: int = 0  # of them
-    end: int = 0  # one past the last slot that any row writes
+    grain: int  # `end` is a multiple of it
+    longest: int = 0  # of `lengths`
+    end: int = 0  # the last slot that any row writes lies before it
     index: Int[Tensor, "batch length"] | None = None  # None: every row writes at `longest`
 
 
 class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values, allocated at its first forward, which tells their shapes."""
+    """One layer's keys and values, in memory that its first forward allocates."""
 
     # False for sliding-window layers too: nothing is evicted, the mask holds the window.
     is_sliding = False
     keys: Any
     values: Any
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: _Slots, memory: Memory, number: int) -> None:
         super().__init__()
-        self.slots = slots
+        self.slots, self.memory, self.number = slots, memory, number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty memory: slots nobody sees get weight 0, and 0 * NaN is NaN.
-        capacity = self.slots.capacity
-        self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], capacity, states.shape[3])
-            for states in (key_states, value_states)
-        )
+        whole = self.memory.of(self.number, key_states, value_states)
+        self.keys, self.values = (tensor[: len(key_states)] for tensor in whole)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
@@ -58,8 +82,11 @@ class _PrefixLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Move these rows to the front of the memory and leave out all others."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
+            for memory in (self.keys, self.values):
+                memory[: len(indices)] = memory[indices]
+            self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.longest + query_length, 0
@@ -78,11 +105,24 @@ class PrefixCache(Cache):
     next forward, unless keep() makes the first of them part of the prefix.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device) -> None:
-        self.slots = _Slots(capacity, [0] * batch)
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        memory: Memory | None = None,
+        grain: int = 1,
+    ) -> None:
+        """memory: of at least as many rows and slots; None for its own.
+
+        grain: forwards look at a multiple of so many slots, of which `memory` holds one.
+        """
+        memory = memory or Memory(batch, capacity)
+        self.slots = _Slots(memory.capacity, [0] * batch, grain)
         self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
         self.keepable: Int[Tensor, " batch"] | None = None
-        super().__init__(layers=[_PrefixLayer(self.slots) for _ in range(num_layers)])
+        super().__init__(layers=[_PrefixLayer(self.slots, memory, i) for i in range(num_layers)])
 
     def stage(self, queries: Layout) -> None:
         """Say what the next forward writes.
@@ -93,14 +133,15 @@ class PrefixCache(Cache):
         slots = self.slots
         assert batch == len(slots.lengths), f"{batch} rows, but the cache has {len(slots.lengths)}"
         slots.longest = max(slots.lengths)
-        slots.end = slots.longest + num_queries
+        needed = slots.longest + num_queries
+        slots.end = -(-needed // slots.grain) * slots.grain
         if slots.end > slots.capacity:
             raise ValueError(
                 f"a prefix of {slots.longest} tokens and {num_queries} query tokens exceed the "
                 f"cache's capacity of {slots.capacity}"
             )
         index = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
-        slots.index = index if len(set(slots.lengths)) > 1 else None
+        slots.index = index if slots.grain > 1 or len(set(slots.lengths)) > 1 else None
         # Only a run of clean tokens that starts in its own place can extend the prefix.
         clean = (queries.block == CLEAN) & (queries.document != PADDING)
         self.keepable = (clean & (queries.position == index)).long().cumprod(dim=1).sum(dim=1)
@@ -127,7 +168,7 @@ class PrefixCache(Cache):
         self.slots.lengths = self.lengths.tolist()
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep only these rows, in this order. Copies them; one device sync."""
+        """Keep only these rows, in this order, each once. Copies them; one device sync."""
         rows = rows.to(self.lengths)
         self.lengths = self.lengths[rows]
         self.slots.lengths = [self.slots.lengths[row] for row in rows.tolist()]
@@ -135,9 +176,9 @@ class PrefixCache(Cache):
         self.batch_select_indices(rows)
 
     def keys_layout(self, queries: Layout) -> Layout:
-        """Places of all slots up to the last one written: prefix, then queries, then padding."""
+        """Places of all slots that a forward looks at: prefix, then queries, then padding."""
         num_queries = queries.position.shape[1]
-        slot = torch.arange(max(self.slots.lengths) + num_queries, device=self.lengths.device)
+        slot = torch.arange(self.slots.end, device=self.lengths.device)
         query = slot - self.lengths[:, None]
         prefix, padding = query < 0, query >= num_queries
         at = queries.map(lambda tensor: tensor.gather(1, query.clamp(0, num_queries - 1)))

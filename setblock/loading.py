@@ -55,7 +55,7 @@ def load(
     device: str | torch.device | None = None,
     mask_token_id: int | None = None,
     four_bit: bool = False,
-    compile: bool = False,
+    compile: bool | str = False,
     pack: bool | None = False,
 ) -> Model:
     """The model of that name: bundled, a checkpoint folder, a GGUF file, or owner/name on the hub.
@@ -67,16 +67,19 @@ def load(
     device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
-    compile: decode in kernels that torch.compile makes, see Model.compile.
+    compile: True, decode in kernels that torch.compile makes and, on CUDA, as graphs; "graphs" for
+    these alone; see Model.compile.
     pack: lay out linear layers' weights for decoding on a CPU, see Model.pack; None for where that
     is possible.
     Raises: ModelError.
     """
+    if compile not in (False, True, "graphs"):
+        raise ModelError(f"compile must be True, False or 'graphs', got {compile!r}")
     model = _load(str(name_or_path), dtype, device, mask_token_id, four_bit)
     if pack or (pack is None and packed.missing(model.device, model.dtype) is None):
         model.pack()
     if compile:
-        model.compile()
+        model.compile(kernels=compile != "graphs")
     return model
 
 

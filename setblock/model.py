@@ -22,9 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from setblock import adapters, attention, machines, mask_token, packed, roofline
+from setblock import adapters, attention, graphs, machines, mask_token, packed, roofline
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
+from setblock.graphs import Graphs
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
@@ -136,6 +137,7 @@ class Model:
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         self.packed = False  # whether pack() was called
         self._compiled: Any = None  # of `_run`, once compile() was called
+        self._graphs: Graphs | None = None  # likewise, on CUDA
         # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
         self.watch: Callable[[list[int], Layout, int], None] | None = None
 
@@ -147,9 +149,17 @@ class Model:
     def dtype(self) -> torch.dtype:
         return self.network.dtype
 
+    @property
+    def compiled(self) -> bool:
+        """Whether compile() was called."""
+        return self._compiled is not None
+
     def new_cache(self, batch: int, capacity: int) -> PrefixCache:
         """An empty cache for `batch` rows of up to `capacity` tokens, a forward's own included."""
-        return PrefixCache(self.network.config.num_hidden_layers, batch, capacity, self.device)
+        layers = self.network.config.num_hidden_layers
+        if self._graphs is not None:
+            return self._graphs.cache(layers, batch, capacity)
+        return PrefixCache(layers, batch, capacity, self.device)
 
     def least_bytes(self, tokens: int) -> int:
         """Memory that the weights need, shared ones once, and the keys and values of so many
@@ -182,9 +192,9 @@ class Model:
                 run = self._compiled if min(cache.slots.lengths) else run
             cache.stage(layout)
             # A row's one token sees whatever stands before it.
-            if tokens.shape[1] == 1 and cache.slots.index is None and self._takes_one_mask():
-                shape = len(tokens), 1, 1, cache.slots.end
-                mask = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+            if tokens.shape[1] == 1 and self._takes_one_mask():
+                slots = torch.arange(cache.slots.end, device=tokens.device)
+                mask = (slots <= cache.lengths[:, None])[:, None, None]
             else:
                 keys = cache.keys_layout(layout)
         if mask is None:
@@ -231,17 +241,23 @@ class Model:
         packed.pack(self.network)
         self.packed = True
 
-    def compile(self) -> None:
-        """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, run in kernels
-        that torch.compile makes at the first of each kind: one token or several, one row or more.
-        It keeps them on disk for the next process.
+    def compile(self, kernels: bool = True) -> None:
+        """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, are quicker.
 
-        Raises: ModelError on a CPU without a C++ compiler.
+        kernels: they run in kernels that torch.compile makes at the first of each kind: one token
+        or several, one row or more. It keeps them on disk for the next process.
+        On CUDA they are replayed as graphs besides, from the second of each shape on, see Graphs;
+        caches keep their memory for the next one.
+        Raises: ModelError on a CPU without a C++ compiler, and for a network that can't be recorded
+        as a graph, as none can on a CPU.
         """
         compilers = (os.environ.get("CXX", "g++"), "clang++")
-        if self.device.type == "cpu" and not any(map(shutil.which, compilers)):
+        if kernels and self.device.type == "cpu" and not any(map(shutil.which, compilers)):
             raise ModelError(f"compile needs a C++ compiler: none of {any_of(compilers)} is here")
-        self._compiled = torch.compile(self._run, dynamic=True)
+        run = torch.compile(self._run, dynamic=True) if kernels else self._run
+        if graphs.on_cuda(self.network) or not kernels:
+            run = self._graphs = Graphs(self.network, run)
+        self._compiled = run
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on such a machine."""

@@ -264,3 +264,22 @@ def fake_vllm(monkeypatch) -> list[Any]:
     monkeypatch.setitem(sys.modules, "vllm", made)
     monkeypatch.setattr(contenders, "find_spec", lambda name: name)
     return engines
+
+
+@pytest.fixture
+def simulated_graphs(monkeypatch) -> list[Any]:
+    """CUDA graphs on the CPU; what has been recorded so far."""
+    import tape
+
+    from setblock import graphs
+
+    recorded: list[Any] = []
+
+    def record(function: Any, pool: Any) -> Any:
+        recorded.append(tape.record(function, pool))
+        return recorded[-1]
+
+    monkeypatch.setattr(graphs, "on_cuda", lambda network: True)
+    monkeypatch.setattr(graphs, "new_pool", lambda: None)
+    monkeypatch.setattr(graphs, "record", record)
+    return recorded

@@ -160,8 +160,8 @@ def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
     assert lines[-1]["ratio"] == 16 / 9
     assert lines[-1]["ratio_range"] == (16 / 9, 16 / 9)
     widths = [width for _, held, width in seen if held == 8]
-    assert widths == [1, 4, 8] * 4, "they take turns"
-    assert seen.count((2, 8, 4)) == 4, "one to warm up, three to time"
+    assert widths == [1, 4, 8] * 5, "they take turns"
+    assert seen.count((2, 8, 4)) == 5, "two to warm up, three to time"
 
 
 def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):

@@ -206,15 +206,20 @@ def test_the_gpu_benchmark(tmp_path):
     assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
 
 
-def test_the_gpu_benchmark_by_compiled_forwards(monkeypatch):
-    """Typed here; what is compiled is tested by itself."""
+def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
+    path = tmp_path / "record.json"
+    few = ["--shape", "tiny", "--device", "cpu", "--queries", "1", "--cached", "8", "--rows", "1"]
+    few += ["--prompt", "4", "--new-tokens", "32", "--repeats", "1", "--copy-bytes", "64"]
+    run_here(*few, "--dtype", "float32", "--compile", "graphs", "--out", path)
+    record = json.loads(path.read_text())
+    assert record["compile"] == "graphs"
+    assert not any("shares" in line for line in record["answers"])
+    assert len(simulated_graphs) >= 3, "1, k and 2k tokens"
     told = []
-    monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model: told.append(model))
-    few = ["--shape", "tiny", "--device", "cpu", "--queries", "1", "--cached", "0", "--rows", "1"]
-    few += ["--prompt", "4", "--new-tokens", "2", "--repeats", "1", "--copy-bytes", "64"]
-    run_here(*few, "--dtype", "float32", "--compile")
-    assert len(told) == 1
+    monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model, kernels: told.append(kernels))
+    run_here(*few, "--dtype", "float32", "--compile", "on")
+    assert told == [True]
 
 
 def test_long_prompt(tmp_path):

@@ -208,7 +208,9 @@ def test_keys_layout_places_prefix_queries_and_padding(checkpoint):
     cache.keep(torch.tensor([3, 1]))
     position = cache.lengths[:, None] + torch.arange(2)
     start, end = torch.tensor([3, 2]), torch.tensor([5, 2])  # a block of 2; one clean token
-    keys = cache.keys_layout(decoding_layout(position, start, end))
+    queries = decoding_layout(position, start, end)
+    cache.stage(queries)
+    keys = cache.keys_layout(queries)
     assert keys.position.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
     assert keys.block.tolist() == [[CLEAN, CLEAN, CLEAN, 3, 3], [CLEAN] * 5]
     assert keys.horizon.tolist() == [[1, 2, 3, 3, 3], [1, 2, 1, 1, 1]]

@@ -31,7 +31,7 @@ LEVELS = (
         "fields",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks", "resume"),
-    ("mask_token", "batches", "totals", "plan"),
+    ("mask_token", "batches", "totals", "plan", "graphs"),
     ("model",),
     ("loading", "decode", "train", "export"),
     ("verified", "likelihood", "vllm"),

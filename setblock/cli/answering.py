@@ -12,6 +12,7 @@ from rich.text import Text
 from setblock.cli.common import (
     BlockSizeOption,
     BranchesOption,
+    Compile,
     CompileOption,
     DeviceOption,
     DraftOption,
@@ -81,7 +82,7 @@ def generate(
     seeds: SeedsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: CompileOption = Switch.off,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Show what each forward revealed.")

@@ -13,6 +13,7 @@ from rich.text import Text
 from setblock.cli.common import (
     SOLVERS_HELP,
     BlockSizeOption,
+    Compile,
     CompileOption,
     DeviceOption,
     DtypeOption,
@@ -83,7 +84,7 @@ def benchmark(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: CompileOption = Switch.off,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the record to this JSON file.")
@@ -216,7 +217,7 @@ def profile(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: CompileOption = Switch.off,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the record to this JSON file.")

@@ -155,12 +155,21 @@ class Switch(StrEnum):
     off = "off"
 
 
+class Compile(StrEnum):
+    """What forwards behind a prompt run as."""
+
+    off = "off"
+    on = "on"
+    graphs = "graphs"
+
+
 CompileOption = Annotated[
-    Switch,
+    Compile,
     typer.Option(
         "--compile",
         help="on: decode in kernels that torch.compile makes at the first forwards, which takes a "
-        "minute or more, and less the next time.",
+        "minute or more, and less the next time; on a GPU replay them as CUDA graphs besides. "
+        "graphs: these alone, of torch's own kernels; nothing to wait for.",
     ),
 ]
 PackOption = Annotated[
@@ -179,7 +188,7 @@ def load_model(
     dtype: Dtype | str | None,
     device: str | None,
     mask_token_id: int | None,
-    compile: Switch = Switch.off,
+    compile: Compile = Compile.off,
     pack: Switch | None = None,
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
@@ -197,7 +206,7 @@ def load_model(
             dtype=dtype and str(dtype),
             device=device,
             mask_token_id=mask_token_id,
-            compile=compile is Switch.on,
+            compile="graphs" if compile is Compile.graphs else compile is Compile.on,
             pack=None if pack is None else pack is Switch.on,
         )
 

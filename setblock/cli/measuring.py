@@ -11,6 +11,7 @@ from setblock.cli.common import (
     SOLVERS_HELP,
     BlockSizeOption,
     BranchesOption,
+    Compile,
     CompileOption,
     DeviceOption,
     Draft,
@@ -108,7 +109,7 @@ def evaluate(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: CompileOption = Switch.off,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     out_file: Annotated[
         Path | None,
@@ -143,7 +144,7 @@ def evaluate(
 
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
-    models |= {"compile": "on"} if compile is Switch.on else {}
+    models |= {"compile": compile.value} if compile is not Compile.off else {}
     models |= {"pack": "off"} if pack is Switch.off else {}
     models["weights"] = [fingerprint_of(name) for name in model_names]
     given = {
@@ -157,7 +158,7 @@ def evaluate(
         "seeds": seeds,
         "shots": shots or None,
         "plain": plain or None,
-        "compile": compile if compile is Switch.on else None,
+        "compile": compile if compile is not Compile.off else None,
     }
     if task == [evaluation.PERPLEXITY]:
         if useless := [name for name, value in given.items() if value is not None]:

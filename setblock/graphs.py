@@ -1,0 +1,172 @@
+"""Forwards recorded once for each of their shapes and replayed as CUDA graphs.
+
+A replayed forward costs one launch, where a model's layers cost thousands: of a few query tokens
+the device is done before Python is. A graph reads and writes the memory that it was recorded with,
+so the caches of one answer after the other take theirs from here, and what changes from forward to
+forward is copied to where the graph looks for it.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from setblock.cache import Memory, PrefixCache
+from setblock.checkpoint import ModelError
+
+GRAIN = 512  # the slots that a forward looks at are rounded up to so many: few shapes, few graphs
+MOST_GRAPHS = 64  # of one memory; then the oldest goes
+# Kinds of rotary embedding that look at the values of positions, which a graph can't.
+LOOKING = ("dynamic", "longrope")
+
+
+@dataclass
+class Graph:
+    """inputs: the tensors that it reads; result: the one that it writes."""
+
+    inputs: list[Tensor | None]
+    replay: Callable[[], None]
+    result: Tensor
+
+
+@dataclass(eq=False)
+class Recorded:
+    """The memory of one cache after the other, and what was recorded on it."""
+
+    memory: Memory
+    met: set[Any] = field(default_factory=set)  # shapes that ran once
+    graphs: dict[Any, Graph] = field(default_factory=dict)
+
+
+class Graphs:
+    """Runs forwards behind a prompt: the first of each shape plainly, from the second on replayed.
+
+    run: `Model._run`, or the same compiled.
+    """
+
+    def __init__(self, network: Any, run: Callable[..., Tensor]) -> None:
+        """Raises: ModelError for a network that can't be recorded."""
+        if why := missing(network):
+            raise ModelError(f"graphs: {why}")
+        self.network, self.run = network, run
+        self._free: list[Recorded] = []
+        self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
+        self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
+
+    def cache(self, num_layers: int, batch: int, capacity: int) -> PrefixCache:
+        """A cache in memory that the last one has left, if it is large enough, or in fresh one."""
+        capacity = -(-capacity // GRAIN) * GRAIN
+        for recorded in self._free:
+            if recorded.memory.rows >= batch and recorded.memory.capacity >= capacity:
+                self._free.remove(recorded)
+                recorded.memory.clear()
+                break
+        else:
+            self._free.clear()  # too small, and its graphs with it
+            recorded = Recorded(Memory(batch, capacity))
+        device = self.network.device
+        cache = PrefixCache(num_layers, batch, capacity, device, recorded.memory, GRAIN)
+        self._of[cache] = recorded
+        weakref.finalize(cache, self._free.append, recorded).atexit = False
+        return cache
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        mask: Any,
+        cache: PrefixCache,
+        logits_at: Tensor | None,
+        told: dict[str, Any],
+    ) -> Tensor:
+        """As `Model._run`."""
+        gate: Any = getattr(self.network, "setblock_gate", None)
+        masks = mask if isinstance(mask, dict) else {"": mask}
+        noisy = None if gate is None else gate.noisy
+        given = [tokens, position, cache.slots.index, logits_at, noisy, *masks.values()]
+        key = tuple(None if one is None else one.shape for one in given)
+        recorded = self._of[cache]
+        if key not in recorded.met:
+            recorded.met.add(key)
+            return self.run(tokens, position, mask, cache, logits_at, told)
+        if key not in recorded.graphs:
+            if len(recorded.graphs) == MOST_GRAPHS:
+                recorded.graphs.pop(next(iter(recorded.graphs)))
+            recorded.graphs[key] = self._record(given, list(masks), cache, told)
+        graph = recorded.graphs[key]
+        for place, value in zip(graph.inputs, given, strict=True):
+            if place is not None and value is not None:
+                place.copy_(value)
+        graph.replay()
+        return graph.result.clone()  # the next replay overwrites it
+
+    def _record(
+        self, given: list[Tensor | None], kinds: list[str], cache: PrefixCache, told: dict[str, Any]
+    ) -> Graph:
+        """The graph of such a forward. Raises: ModelError where one of its steps can't be part."""
+        gate: Any = getattr(self.network, "setblock_gate", None)
+        inputs = [None if one is None else one.clone() for one in given]
+        tokens, position, index, logits_at, noisy, *masks = inputs
+        mask = masks[0] if kinds == [""] else dict(zip(kinds, masks, strict=True))
+
+        def forward() -> Tensor:
+            return self.run(tokens, position, mask, cache, logits_at, told)
+
+        cache.slots.index, before = index, cache.slots.index
+        if gate is not None:
+            gate.noisy = noisy
+        if self._pool is None:
+            self._pool = new_pool()
+        try:
+            replay, result = record(forward, self._pool)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise ModelError(
+                f"graphs: a forward of {self.network.config.model_type} can't be recorded: {first}"
+            ) from error
+        finally:
+            cache.slots.index = before
+        return Graph(inputs, replay, result)
+
+
+def missing(network: Any) -> str | None:
+    """Why forwards of this network can't be recorded; None if they can."""
+    rotary = getattr(network.config, "rope_parameters", None) or {}
+    kinds = [rotary, *(one for one in rotary.values() if isinstance(one, dict))]
+    looking = {one.get("rope_type") for one in kinds} & set(LOOKING)
+    if not on_cuda(network):
+        return f"they are CUDA's, and the model is on {network.device}"
+    if looking:
+        return f"rotary embeddings of type {', '.join(sorted(looking))} look at each position"
+    if network.config._attn_implementation == "flex_attention":
+        return "a BlockMask is made anew in every forward; use sdpa"
+    if hasattr(network, "peft_config") and getattr(network, "setblock_gate", None) is None:
+        return "peft's own layers can't be recorded: load the adapter by setblock.load"
+    return None
+
+
+def on_cuda(network: Any) -> bool:
+    """Whether the network's device has graphs."""
+    return network.device.type == "cuda"
+
+
+def new_pool() -> Any:
+    """What graphs take memory from."""
+    return torch.cuda.graph_pool_handle()
+
+
+def record(function: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+    """(what runs the same kernels again, on the same memory; the tensor that they write)."""
+    # Once beside: what libraries and torch.compile make at a first call can't be recorded.
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        function()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = function()
+    return graph.replay, result

@@ -1,0 +1,158 @@
+"""Forwards replayed as graphs, which are simulated: the same tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from setblock import adapters, generate, graphs, load
+from setblock.graphs import GRAIN, MOST_GRAPHS
+from setblock.masks import causal_layout
+from setblock.model import Model, ModelError
+
+PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8, 3, 3, 9], [6] * 5]
+WAYS: dict[str, dict[str, Any]] = {
+    "ntp": {"mode": "ntp"},
+    "sbd": {"mode": "sbd", "solver": "fixed:2"},
+    "seeded": {"mode": "sbd", "solver": "entropy:0.5", "next_token_seed": True},
+    "verified": {"mode": "verified", "branches": 2, "seeds": 1},
+    "drafts": {"mode": "verified", "draft": "solver", "solver": "fixed:2"},
+}
+
+
+def answers(model, **options):
+    found = generate(model, PROMPTS, block_size=4, max_new_tokens=14, **options)
+    return [(one.token_ids, one.nfe, one.reveal_step) for one in found]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3-window", "gemma3"])
+def test_tokens_are_the_same(checkpoint, simulated_graphs, kind, way):
+    plain, model = load(checkpoint(kind)), load(checkpoint(kind), compile="graphs")
+    for options in ({"batch_size": 1}, {"ignore_eos": True}, {}):
+        expected = answers(plain, **WAYS[way], **options)
+        for _ in range(3):
+            assert answers(model, **WAYS[way], **options) == expected
+    assert 0 < len(simulated_graphs) < 40
+
+
+def test_the_rest_of_a_network_is_left_to_the_graph(checkpoint, simulated_graphs, monkeypatch):
+    """From the second answer on nothing of the network runs but its prompt's forward."""
+    model = load(checkpoint(), compile="graphs")
+    ran: list[int] = []
+    model.network.register_forward_pre_hook(lambda *_: ran.append(1))
+    for _ in range(3):
+        ran.clear()
+        found = generate(model, PROMPTS[:1], mode="ntp", max_new_tokens=8, ignore_eos=True)
+    assert len(ran) == 1
+    assert found[0].nfe == 8
+    assert len(simulated_graphs) == 1
+
+
+# peft asks for it on every wrap.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path):
+    base = load(checkpoint())
+    made = adapters.attach(base.network, base.name, "gated", base.mask_token_id, 4, 8)
+    for weight in made.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.3)
+    model = Model(made, base.tokenizer, mask_token_id=base.mask_token_id)
+    with pytest.raises(ModelError, match="graphs: peft's own layers can't be recorded"):
+        model.compile(kernels=False)
+    made.save_pretrained(tmp_path)
+    plain, model = load(tmp_path), load(tmp_path, compile="graphs")
+    for way in WAYS.values():
+        for size in (1, 3):  # rows at different stages are noisy in different places
+            expected = answers(plain, batch_size=size, **way)
+            for _ in range(3):
+                assert answers(model, batch_size=size, **way) == expected
+    exact = answers(plain, mode="ntp")
+    assert [ids for ids, *_ in answers(model, mode="verified")] == [ids for ids, *_ in exact]
+
+
+def test_logits_outlive_the_next_forward(checkpoint, simulated_graphs):
+    model = load(checkpoint(), compile="graphs")
+    cache = model.new_cache(1, 8)
+    found = []
+    for token in (5, 6, 7, 8):
+        layout = causal_layout(cache.lengths[:, None])
+        found.append(model.forward(torch.tensor([[token]]), layout, cache))
+        cache.keep(torch.tensor([1]))
+    assert len(simulated_graphs) == 1
+    plain = load(checkpoint())
+    expected = plain.forward(torch.tensor([[5, 6, 7, 8]]), causal_layout(torch.arange(4)[None]))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
+
+
+def test_memory_is_handed_on(checkpoint, simulated_graphs):
+    model = load(checkpoint(), compile="graphs")
+    first: Any = model.new_cache(2, 40)
+    assert first.slots.capacity == GRAIN
+    memory = first.layers[0].memory
+    second: Any = model.new_cache(2, 40)
+    assert second.layers[0].memory is not memory, "it is in use"
+    del first
+    third: Any = model.new_cache(1, GRAIN)
+    assert third.layers[0].memory is memory
+    del second, third
+    larger: Any = model.new_cache(1, GRAIN + 1)
+    assert larger.slots.capacity == 2 * GRAIN
+    assert larger.layers[0].memory is not memory
+
+
+def test_nothing_is_left_of_the_answer_before(checkpoint, simulated_graphs):
+    """A NaN in a slot that nobody sees would spoil a sum: 0 * NaN."""
+    model = load(checkpoint(), compile="graphs")
+    expected = answers(model, mode="sbd")
+    [recorded] = model._graphs._free  # type: ignore[union-attr]
+    keys, values = recorded.memory._layers[0]
+    keys.fill_(torch.nan)
+    values.fill_(torch.nan)
+    assert answers(model, mode="sbd") == expected
+
+
+def test_texts_beyond_one_grain(checkpoint, simulated_graphs, monkeypatch):
+    monkeypatch.setattr(graphs, "GRAIN", 8)
+    plain, model = load(checkpoint()), load(checkpoint(), compile="graphs")
+    options = {"max_new_tokens": 60, "ignore_eos": True, "block_size": 4}
+    for mode in ("ntp", "sbd"):
+        for _ in range(2):
+            found = generate(model, PROMPTS, mode=mode, **options)
+            expected = generate(plain, PROMPTS, mode=mode, **options)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_the_oldest_graph_goes(checkpoint, simulated_graphs, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    model = load(checkpoint(), compile="graphs")
+    expected = answers(load(checkpoint()), mode="sbd", batch_size=1)
+    for _ in range(3):
+        assert answers(model, mode="sbd", batch_size=1) == expected
+    [recorded] = model._graphs._free  # type: ignore[union-attr]
+    assert len(recorded.graphs) == 2 < MOST_GRAPHS
+
+
+def test_a_forward_that_looks_at_its_values(checkpoint, simulated_graphs):
+    model = load(checkpoint(), compile="graphs")
+    layer = model.network.model.layers[0]
+    layer.register_forward_hook(lambda module, args, output: None if output.sum() > 0 else output)
+    with pytest.raises(ModelError, match="a forward of llama can't be recorded: operation not"):
+        answers(model, mode="ntp")
+
+
+def test_where_there_are_none(checkpoint, monkeypatch):
+    with pytest.raises(ModelError, match="graphs: they are CUDA's, and the model is on cpu"):
+        load(checkpoint(), compile="graphs", device="cpu")
+    with pytest.raises(ModelError, match="compile must be True, False or 'graphs', got 'all'"):
+        load(checkpoint(), compile="all")
+    monkeypatch.setattr(graphs, "on_cuda", lambda network: True)
+    network = load(checkpoint(), device="cpu").network
+    network.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    assert graphs.missing(network) == "rotary embeddings of type dynamic look at each position"
+    network.config.rope_parameters = {"full_attention": {"rope_type": "longrope"}}
+    assert "longrope" in (graphs.missing(network) or "")
+    network.config.rope_parameters = {"rope_type": "llama3"}
+    assert graphs.missing(network) is None
+    network.config._attn_implementation = "flex_attention"
+    assert "BlockMask" in (graphs.missing(network) or "")
