@@ -222,6 +222,33 @@ def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     assert told == [True]
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_cpu_weights(monkeypatch, tmp_path):
+    cpu_weights, run_here = imported(monkeypatch, "cpu_weights")
+    torch.manual_seed(0)
+    weight, tokens = torch.randn(24, 16), torch.randn(5, 16)
+    for kind, (dtype, make) in cpu_weights.KINDS.items():
+        layer = make(weight.to(dtype))
+        found, exact = layer(tokens.to(dtype)).float(), tokens @ weight.T
+        assert (found - exact).norm() < 0.02 * exact.norm(), kind
+        alone = layer(tokens[:1].to(dtype)).float()
+        same = torch.allclose(alone, found[:1], atol=1e-5 if dtype == torch.float32 else 0.05)
+        assert same == ("all tokens" not in kind), kind
+    out = tmp_path / "record.json"
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    words = ["--model", "nano", "--queries", "1", "--queries", "2", "--threads", "1"]
+    run_here(*words, "--repeats", "1", "--out", out)
+    assert told == [1]
+    lines = json.loads(out.read_text())["results"]
+    assert [(line["queries"], line["weights"]) for line in lines] == [
+        (count, kind) for count in (1, 2) for kind in cpu_weights.KINDS
+    ]
+    assert {line["faster_than_float32"] for line in lines if line["weights"] == "float32"} == {1}
+    monkeypatch.setattr(cpu_weights.packed, "missing", lambda device, dtype: "no kernels")
+    assert "nothing to compare here: no kernels" in run_here(*words, code=2)
+
+
 def test_long_prompt(tmp_path):
     out = tmp_path / "record.json"
     text = run(

@@ -1,0 +1,158 @@
+"""What the type and layout of weights change on a CPU: the linear layers of one forward, alone.
+
+    python examples/cpu_weights.py --out benchmarks/records/cpu-weights.json
+
+All linear layers of a model's shape with random weights, one after the other as a forward runs
+them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN
+(`--pack`), and in 8 bits by torch's own kernels: the weights alone, or activations too, rounded by
+a scale of each token's own, or by one for all tokens of a forward. With the last one verified
+decoding could not keep its text: a token's logits would depend on the others. Attention, norms and
+Python between layers have no part in it. All kinds take turns, so that a machine that slows down
+slows all of them; medians.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import linear
+
+from setblock import machines, packed
+from setblock.records import new_record, save_record
+
+Layer = Callable[[Tensor], Tensor]
+console = Console()
+
+
+def plain(weight: Tensor) -> Layer:
+    return lambda tokens: linear(tokens, weight)
+
+
+def laid_out(weight: Tensor) -> Layer:
+    layer = torch.nn.Linear(*weight.T.shape, bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return packed.PackedLinear(layer)
+
+
+def eight_bits(weight: Tensor) -> Layer:
+    """Each output has a scale; the product is bfloat16's."""
+    scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    rounded = (weight / scale).round().to(torch.int8)
+    scales = scale[:, 0].to(weight.dtype)
+    return lambda tokens: torch.ops.aten._weight_int8pack_mm(tokens, rounded, scales)
+
+
+def eight_bits_by_token(weight: Tensor) -> Layer:
+    scale = weight.abs().amax(dim=1) / 127
+    rounded = (weight / scale[:, None]).round().to(torch.int8).T.contiguous()
+
+    def layer(tokens: Tensor) -> Tensor:
+        own = tokens.abs().amax(dim=1, keepdim=True) / 127
+        return torch.ops.aten._int_mm((tokens / own).round().to(torch.int8), rounded) * own * scale
+
+    return layer
+
+
+def eight_bits_all(weight: Tensor) -> Layer:
+    scale = weight.abs().amax(dim=1) / 127
+    zeros = torch.zeros(len(scale), dtype=torch.long)
+    rounded = torch.quantize_per_channel(weight, scale, zeros, 0, torch.qint8)
+    held = torch.ops.quantized.linear_prepack(rounded, None)
+    return lambda tokens: torch.ops.quantized.linear_dynamic(tokens, held, reduce_range=True)
+
+
+KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
+    "float32": (torch.float32, plain),
+    "float32, packed": (torch.float32, laid_out),
+    "bfloat16": (torch.bfloat16, plain),
+    "bfloat16, packed": (torch.bfloat16, laid_out),
+    "8 bits, weights": (torch.bfloat16, eight_bits),
+    "8 bits, each token too": (torch.float32, eight_bits_by_token),
+    "8 bits, all tokens too": (torch.float32, eight_bits_all),
+}
+
+
+def forward_seconds(layers: list[tuple[int, Layer]], tokens: dict[int, Tensor]) -> float:
+    begin = time.perf_counter()
+    for width, layer in layers:
+        layer(tokens[width])
+    return time.perf_counter() - begin
+
+
+@torch.no_grad()
+def measured(model: str, queries: list[int], repeats: int) -> list[dict[str, Any]]:
+    """A line for each kind and number of tokens."""
+    sizes = machines.find_model(model)
+    assert sizes.output is not None
+    shapes = [*sizes.linears * sizes.layers, sizes.output]
+    made: dict[str, list[tuple[int, Layer]]] = {}
+    for kind, (dtype, make) in KINDS.items():
+        weights = [torch.randn(after, before, dtype=dtype) / before for before, after in shapes]
+        made[kind] = [(weight.shape[1], make(weight)) for weight in weights]
+    widths = {before for before, _ in shapes}
+    lines = []
+    for count in queries:
+        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for repeat in range(repeats + 2):
+            for kind, layers in made.items():
+                dtype = KINDS[kind][0]
+                tokens = {width: torch.randn(count, width, dtype=dtype) for width in widths}
+                spent = forward_seconds(layers, tokens)
+                if repeat > 1:  # two rounds warm up
+                    seconds[kind].append(spent)
+        for kind, found in seconds.items():
+            faster = [one / own for one, own in zip(seconds["float32"], found, strict=True)]
+            lines.append(
+                {
+                    "weights": kind,
+                    "threads": torch.get_num_threads(),
+                    "queries": count,
+                    "seconds": statistics.median(found),
+                    "faster_than_float32": statistics.median(faster),
+                    "range": (min(faster), max(faster)),
+                }
+            )
+    return lines
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Whose shape; as for `setblock plan`.")] = (
+        "smollm2-135m"
+    ),
+    queries: Annotated[list[int] | None, typer.Option(help="Tokens; again. 1, 4, 8, 16.")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="Again. 1, and torch's own.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="After two that warm up.")] = 15,
+    out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+) -> None:
+    """Measure the linear layers of a forward."""
+    warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # will be removed
+    if why := packed.missing(torch.device("cpu"), torch.bfloat16):
+        raise typer.BadParameter(f"nothing to compare here: {why}")
+    record = new_record()
+    record |= {"model": model, "repeats": repeats}
+    counts = queries or [1, 4, 8, 16]
+    for number in threads or sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(number)
+        lines = measured(model, counts, repeats)
+        record["results"] += lines
+        table = Table(title=f"Milliseconds of {model}'s linear layers, {number} thread(s)")
+        for name in ("weights", *(f"tokens: {count}" for count in counts)):
+            table.add_column(name, justify="left" if name == "weights" else "right")
+        for kind in KINDS:
+            cells = [line["seconds"] for line in lines if line["weights"] == kind]
+            table.add_row(kind, *(f"{1000 * cell:.1f}" for cell in cells))
+        console.print(table)
+        if out is not None:
+            save_record(record, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
