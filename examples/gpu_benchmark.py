@@ -105,7 +105,9 @@ def forwards(
 def reached(model: Model, lines: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
     """Of forwards of one token: bytes that must be read a second, as a share of the copy's."""
     sizes = machines.dimensions_of(model.network.config)
-    weights = sum(one.numel() * one.itemsize for one in model.network.parameters())
+    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
+    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes  # but for one row
+    weights = sum(one.nbytes for one in model.network.parameters()) - unread
     found = []
     for line in lines:
         if line["queries"] == 1:

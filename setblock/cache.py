@@ -82,8 +82,10 @@ class _PrefixLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Move these rows to the front of the memory and leave out all others."""
-        if self.is_initialized:
+        """Keep these rows: copies, or where the memory outlives them, moved to its front."""
+        if self.is_initialized and self.slots.grain == 1:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+        elif self.is_initialized:
             for memory in (self.keys, self.values):
                 memory[: len(indices)] = memory[indices]
             self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]

@@ -1,11 +1,13 @@
 """Forwards recorded once for each of their shapes and replayed as CUDA graphs.
 
-A replayed forward costs one launch, where a model's layers cost thousands: of a few query tokens
-the device is done before Python is. A graph reads and writes the memory that it was recorded with,
+A replayed forward is one launch, where a model's layers are hundreds and a device may be done with
+a few query tokens before Python is. A graph reads and writes the memory that it was recorded with,
 so the caches of one answer after the other take theirs from here, and what changes from forward to
 forward is copied to where the graph looks for it.
 """
 
+import functools
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ from setblock.cache import Memory, PrefixCache
 from setblock.checkpoint import ModelError
 
 GRAIN = 512  # the slots that a forward looks at are rounded up to so many: few shapes, few graphs
-MOST_GRAPHS = 64  # of one memory; then the oldest goes
+# Of one memory. Further shapes run plainly: to record one takes as long as many forwards, and
+# leaving out others for it could go on for ever.
+MOST_GRAPHS = 64
 # Kinds of rotary embedding that look at the values of positions, which a graph can't.
 LOOKING = ("dynamic", "longrope")
 
@@ -37,6 +41,7 @@ class Recorded:
     """The memory of one cache after the other, and what was recorded on it."""
 
     memory: Memory
+    pool: Any = None  # what its graphs take their own memory from; gone with the last of them
     met: set[Any] = field(default_factory=set)  # shapes that ran once
     graphs: dict[Any, Graph] = field(default_factory=dict)
 
@@ -54,16 +59,16 @@ class Graphs:
         self.network, self.run = network, run
         self._free: list[Recorded] = []
         self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
-        self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
 
     def cache(self, num_layers: int, batch: int, capacity: int) -> PrefixCache:
         """A cache in memory that the last one has left, if it is large enough, or in fresh one."""
         capacity = -(-capacity // GRAIN) * GRAIN
-        for recorded in self._free:
-            if recorded.memory.rows >= batch and recorded.memory.capacity >= capacity:
-                self._free.remove(recorded)
-                recorded.memory.clear()
-                break
+        if not self._fitting(batch, capacity):
+            gc.collect()  # torch.compile leaves cycles that hold a cache
+        if fitting := self._fitting(batch, capacity):
+            recorded = fitting[0]
+            self._free.remove(recorded)
+            recorded.memory.clear()
         else:
             self._free.clear()  # too small, and its graphs with it
             recorded = Recorded(Memory(batch, capacity))
@@ -72,6 +77,10 @@ class Graphs:
         self._of[cache] = recorded
         weakref.finalize(cache, self._free.append, recorded).atexit = False
         return cache
+
+    def _fitting(self, batch: int, capacity: int) -> list[Recorded]:
+        sizes = [(one, one.memory.rows, one.memory.capacity) for one in self._free]
+        return [one for one, rows, slots in sizes if rows >= batch and slots >= capacity]
 
     def __call__(
         self,
@@ -88,13 +97,14 @@ class Graphs:
         noisy = None if gate is None else gate.noisy
         given = [tokens, position, cache.slots.index, logits_at, noisy, *masks.values()]
         key = tuple(None if one is None else one.shape for one in given)
-        recorded = self._of[cache]
-        if key not in recorded.met:
+        recorded = self._of.get(cache)
+        if recorded is None:  # made before there were graphs
+            return self.run(tokens, position, mask, cache, logits_at, told)
+        full = len(recorded.graphs) == MOST_GRAPHS
+        if key not in recorded.met or (full and key not in recorded.graphs):
             recorded.met.add(key)
             return self.run(tokens, position, mask, cache, logits_at, told)
         if key not in recorded.graphs:
-            if len(recorded.graphs) == MOST_GRAPHS:
-                recorded.graphs.pop(next(iter(recorded.graphs)))
             recorded.graphs[key] = self._record(given, list(masks), cache, told)
         graph = recorded.graphs[key]
         for place, value in zip(graph.inputs, given, strict=True):
@@ -118,10 +128,12 @@ class Graphs:
         cache.slots.index, before = index, cache.slots.index
         if gate is not None:
             gate.noisy = noisy
-        if self._pool is None:
-            self._pool = new_pool()
+        recorded = self._of[cache]
+        recorded.pool = recorded.pool or new_pool()
         try:
-            replay, result = record(forward, self._pool)
+            replay, result = record(forward, recorded.pool, self.network.device)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             raise ModelError(
@@ -158,15 +170,28 @@ def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def record(function: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+@functools.cache
+def beside(device: torch.device) -> Any:
+    """The stream on which a forward runs once before it is recorded."""
+    return torch.cuda.Stream(device)
+
+
+def record(
+    function: Callable[[], Tensor], pool: Any, device: torch.device
+) -> tuple[Callable[[], None], Tensor]:
     """(what runs the same kernels again, on the same memory; the tensor that they write)."""
-    # Once beside: what libraries and torch.compile make at a first call can't be recorded.
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        function()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = function()
+    with torch.cuda.device(device):
+        # Once beside: what libraries and torch.compile make at a first call can't be recorded.
+        stream = beside(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # cuBLAS keeps what it works in for each stream: none of a pool's may be left to others, and
+        # none of theirs be part of a graph.
+        torch._C._cuda_clearCublasWorkspaces()
+        with torch.cuda.graph(graph, pool=pool):
+            result = function()
+        torch._C._cuda_clearCublasWorkspaces()
     return graph.replay, result

@@ -28,6 +28,7 @@ from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
+MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
@@ -254,7 +255,12 @@ class Model:
         compilers = (os.environ.get("CXX", "g++"), "clang++")
         if kernels and self.device.type == "cpu" and not any(map(shutil.which, compilers)):
             raise ModelError(f"compile needs a C++ compiler: none of {any_of(compilers)} is here")
-        run = torch.compile(self._run, dynamic=True) if kernels else self._run
+        run = self._run
+        if kernels:
+            # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
+            config: Any = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+            run = torch.compile(run, dynamic=True)
         if graphs.on_cuda(self.network) or not kernels:
             run = self._graphs = Graphs(self.network, run)
         self._compiled = run

@@ -275,11 +275,11 @@ def simulated_graphs(monkeypatch) -> list[Any]:
 
     recorded: list[Any] = []
 
-    def record(function: Any, pool: Any) -> Any:
-        recorded.append(tape.record(function, pool))
+    def record(function: Any, pool: Any, device: Any) -> Any:
+        recorded.append(tape.record(function))
         return recorded[-1]
 
     monkeypatch.setattr(graphs, "on_cuda", lambda network: True)
-    monkeypatch.setattr(graphs, "new_pool", lambda: None)
+    monkeypatch.setattr(graphs, "new_pool", object)
     monkeypatch.setattr(graphs, "record", record)
     return recorded

@@ -32,7 +32,7 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record(function: Callable[[], torch.Tensor], pool: Any):
+def record(function: Callable[[], torch.Tensor]):
     tape = Tape()
     with tape:
         result = function()

@@ -123,14 +123,13 @@ def test_texts_beyond_one_grain(checkpoint, simulated_graphs, monkeypatch):
             assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def test_the_oldest_graph_goes(checkpoint, simulated_graphs, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+def test_so_many_graphs_and_no_more(checkpoint, simulated_graphs, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     model = load(checkpoint(), compile="graphs")
     expected = answers(load(checkpoint()), mode="sbd", batch_size=1)
     for _ in range(3):
         assert answers(model, mode="sbd", batch_size=1) == expected
-    [recorded] = model._graphs._free  # type: ignore[union-attr]
-    assert len(recorded.graphs) == 2 < MOST_GRAPHS
+    assert len(simulated_graphs) == 1 < MOST_GRAPHS
 
 
 def test_a_forward_that_looks_at_its_values(checkpoint, simulated_graphs):
