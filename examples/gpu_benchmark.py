@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from setblock import benchmark, contenders, machines, profiling
 from setblock.cli.common import Compile, CompileOption
 from setblock.loading import load
-from setblock.model import Model
+from setblock.model import Model, ModelError
 from setblock.plan import beside_measured
 from setblock.records import new_record, save_record
 from setblock.roofline import DISPATCH_S
@@ -187,7 +187,10 @@ def main(
     lengths, batches = cached or [128, 1024, 8192, 32768], rows or [1, 4, 8, 16, 32]
     prompts = prompt or [1024, 8192]
     context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
-    model = random_model(shape, context, device, dtype, compile)
+    try:
+        model = random_model(shape, context, device, dtype, compile)
+    except ModelError as error:
+        raise typer.BadParameter(f"--compile {compile.value} --device {device}: {error}") from error
     record = new_record()
     record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))

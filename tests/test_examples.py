@@ -206,6 +206,12 @@ def test_the_gpu_benchmark(tmp_path):
     assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
 
 
+def test_the_gpu_benchmark_has_no_graphs_on_a_cpu(monkeypatch):
+    _, run_here = imported(monkeypatch, "gpu_benchmark")
+    words = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--compile", "graphs"]
+    assert "the model is on cpu" in " ".join(run_here(*words, code=2).replace("│", "").split())
+
+
 def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
     path = tmp_path / "record.json"
