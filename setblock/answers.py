@@ -4,7 +4,7 @@ The masked half then learns what the next-token half would write, not the style 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,16 @@ def regenerate(
     batch_size: int,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> Dataset:
-    """The rows with the model's greedy next-token answer for a completion.
+    """Each prompt with the model's greedy next-token answer.
 
-    Answers that reach max_new_tokens without an end are left out: they would teach not to end.
+    Its rows: input_ids, of both, and completion_mask, which is 1 on the answer.
+
+    An answer that reaches max_new_tokens goes as far as it goes: no end is put behind it. Empty
+    ones are left out.
     Effects: each answer is added to `file` as it comes, one JSON object a line; a second call goes
     on where the first was stopped.
-    Raises: ValueError for rows without prompts, for a file that belongs to other rows, and if no
-    answer ends.
+    Raises: ValueError for a file that belongs to other rows, and if all answers are empty.
     """
-    if "prompt" not in rows.column_names:
-        raise ValueError("answers 'model' needs rows of prompt and completion")
     prompts = prompts_of(model, rows)
     how = {"model": lasting(model.name), "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
@@ -43,7 +43,7 @@ def regenerate(
                 answer = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
-            if not (isinstance(answer, dict) and {"index", "text", "finish_reason"} <= set(answer)):
+            if not (isinstance(answer, dict) and {"index", "text", "token_ids"} <= set(answer)):
                 raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
             index = answer["index"]
             asked = {**how, "prompt_ids": prompts[index] if index < len(rows) else None}
@@ -74,23 +74,22 @@ def regenerate(
                 "index": index,
                 **how,
                 "prompt_ids": prompts[index],
+                "token_ids": list(generation.token_ids),
                 "text": generation.text,
                 "finish_reason": generation.finish_reason,
             }
             out.write(json.dumps(known[index]) + "\n")
             out.flush()
             on_progress(len(known))
-    kept = [i for i in range(len(rows)) if known[i]["finish_reason"] == "eos" and known[i]["text"]]
-    if not kept:
-        raise ValueError(
-            f"none of the model's {len(rows)} answers ends within {max_new_tokens} tokens; raise "
-            "answer_tokens"
-        )
-
-    def own(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        text = known[kept[index]]["text"]
-        if isinstance(row["prompt"], str):
-            return {"completion": text}
-        return {"completion": [{"role": "assistant", "content": text}]}
-
-    return rows.select(kept).map(own, with_indices=True)
+    answers = [known[index] for index in range(len(rows)) if known[index]["text"]]
+    if not answers:
+        raise ValueError(f"all of the model's {len(rows)} answers are empty")
+    return Dataset.from_list(
+        [
+            {
+                "input_ids": answer["prompt_ids"] + answer["token_ids"],
+                "completion_mask": [0] * len(answer["prompt_ids"]) + [1] * len(answer["token_ids"]),
+            }
+            for answer in answers
+        ]
+    )

@@ -18,7 +18,8 @@ from trl.chat_template_utils import get_training_chat_template
 SUFFIXES = (".jsonl", ".json", ".parquet")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads lets a lone one pass
-FORMATS = (("prompt", "completion"), ("messages",), ("text",))
+Formats = tuple[tuple[str, ...], ...]
+FORMATS: Formats = (("prompt", "completion"), ("messages",), ("text",))
 
 
 def load_rows(
@@ -27,6 +28,7 @@ def load_rows(
     prompt_field: str = "prompt",
     completion_field: str = "completion",
     limit: int | None = None,
+    prompts_only: bool = False,
 ) -> Dataset:
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
@@ -35,9 +37,11 @@ def load_rows(
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
+    prompts_only: rows of a prompt, whatever else they hold.
     Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
     """
     parts = []
+    formats = (("prompt",),) if prompts_only else FORMATS
     renamed = {prompt_field: "prompt", completion_field: "completion"}
     for name in names:
         path = Path(name).expanduser()
@@ -48,7 +52,7 @@ def load_rows(
             places: Any = []
             for where, row in _json_rows(path):
                 places.append(where)
-                read.append(_checked(row, where, renamed))
+                read.append(_checked(row, where, renamed, formats))
                 if _kind(read[-1]) != _kind(read[0]):
                     raise ValueError(
                         f"{where}: a row of {_kind(read[-1])} in a file that began with "
@@ -72,12 +76,14 @@ def load_rows(
         old = {new: name for name, new in renamed.items() if name in dataset.column_names}
         if "tools" in dataset.column_names:
             raise ValueError(f"{name}: tools are not supported")
-        columns = [old.get(column, column) for column in _format(dataset[0], name, renamed)]
+        columns = [
+            old.get(column, column) for column in _format(dataset[0], name, renamed, formats)
+        ]
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
         places = [f"{name}: row {number}" for number in range(len(dataset))]
         for where, row in zip(places, dataset, strict=True):
-            _checked(row, where, {})
+            _checked(row, where, {}, formats)
         parts.append(dataset.add_column("where", places))
     kinds = {_kind({k: v for k, v in part[0].items() if k != "where"}) for part in parts}
     if len(kinds) > 1:
@@ -122,7 +128,7 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
         # which row its template refuses.
         for where, row in zip(places, rows, strict=True):
             turns: Any = row
-            _render(tokenizer, turns["prompt"] + turns["completion"], where)
+            _render(tokenizer, turns["prompt"] + turns.get("completion", []), where)
         return rows
     return rows.map(
         lambda row, index: conversation(tokenizer, row["messages"], places[index]),
@@ -201,10 +207,8 @@ def _render(
 
 
 def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "prompt": [{"role": "user", "content": row["prompt"]}],
-        "completion": [{"role": "assistant", "content": row["completion"]}],
-    }
+    roles = {"prompt": "user", "completion": "assistant"}
+    return {name: [{"role": roles[name], "content": text}] for name, text in row.items()}
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -227,15 +231,15 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
-def _format(row: Any, where: str, renamed: dict[str, str]) -> tuple[str, ...]:
-    if isinstance(row, dict):
-        names = {renamed.get(name, name) for name in row}
-        for columns in FORMATS:
-            if names >= set(columns):
-                return columns
-    wanted = " or ".join(" and ".join(columns) for columns in FORMATS)
+def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> tuple[str, ...]:
+    names = {renamed.get(name, name) for name in row} if isinstance(row, dict) else set()
+    for columns in formats:
+        if names >= set(columns):
+            return columns
+    wanted = " or ".join(" and ".join(columns) for columns in formats)
     found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}")
+    hint = " (prompts alone: --answers model)" if "prompt" in names else ""
+    raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}{hint}")
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -245,9 +249,9 @@ def _kind(row: dict[str, Any]) -> str:
     )
 
 
-def _checked(row: Any, where: str, renamed: dict[str, str]) -> dict[str, Any]:
+def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> dict[str, Any]:
     """The row's columns of its format; refuses empty answers and messages without role."""
-    columns = _format(row, where, renamed)
+    columns = _format(row, where, renamed, formats)
     if row.get("tools"):
         raise ValueError(f"{where}: tools are not supported")
     row = {renamed.get(name, name): value for name, value in row.items()}

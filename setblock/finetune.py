@@ -154,7 +154,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         say = _silent
     checkpoint = last_checkpoint(run.output_dir, run.resume, say)
     names = run.split, run.prompt_field, run.completion_field
-    rows = load_rows(run.data, *names, run.limit)
+    rows = load_rows(run.data, *names, run.limit, prompts_only=run.answers == "model")
     settings = {**_settings(run, config), "rows": fingerprint(rows)}
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     if held_out is not None:
@@ -167,12 +167,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         finished = is_finished(state, config)
         lines = kept_lines(log, state, finished)
     decodings = [line for line in lines if "decode_n" in line]
-    for name, asked in (
-        ("decode_data", held_out),
-        ("answers 'model'", rows if run.answers == "model" else None),
-    ):
-        if asked is not None and "prompt" not in asked.column_names:
-            raise ValueError(f"{name} needs rows of prompt and completion")
+    if held_out is not None and "prompt" not in held_out.column_names:
+        raise ValueError("decode_data needs rows of prompt and completion")
     judged = load_rows([run.eval_data], *names) if run.eval_data else None
     # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts. A frozen
     # base needs no more than its own precision.
@@ -441,7 +437,7 @@ def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
 def _as_prompts(
     rows: Any, model: Model, run: Run, config: SBDConfig, use: str, say: Callable[[str], None]
 ) -> Any:
-    """Prompt-completion rows as training will see them, so that they are decoded the same way.
+    """Rows with prompts as training will see them, so that they are decoded the same way.
 
     Rows too long to be answered are left out, and counted aloud.
     """
@@ -474,7 +470,8 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     # The others find all answers in the file.
     with PartialState().main_process_first(), stop_at_once():
         own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
-    say(f"{len(own)} of {len(rows)} answers came to an end and are trained on")
+    tokens = sum(sum(mask) for mask in own["completion_mask"])
+    say(f"{len(own)} of {len(rows)} answers are trained on, {tokens:,} tokens")
     return own
 
 

@@ -177,6 +177,14 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file of rows to train on."""
+    from trainings import ROWS, write
+
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.fixture
 def untrained(checkpoint) -> Path:
     return checkpoint("llama")
 

@@ -269,11 +269,13 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
     assert error == f"{tmp_path} is a folder: name a file"
 
 
-# Which test file types the options of a command.
+# Which test files type the options of a command.
 FILES = {
     **dict.fromkeys(("generate", "info", "demo"), "test_cli_answering.py"),
     **dict.fromkeys(("evaluate", "benchmark", "profile"), "test_cli_measuring.py"),
-    **dict.fromkeys(("train", "merge"), "test_finetune.py"),
+    "train": "test_cli_training.py test_answers.py test_finetune.py test_stopped_runs.py",
+    "merge": "test_finetune.py",
+    "prompts": "test_prompts.py",
     "roofline": "test_cli_planning.py",
     "plan": "test_plan.py",
     "tune": "test_tune.py",
@@ -287,8 +289,9 @@ def test_every_option_is_typed():
     app: Any = typer.main.get_command(cli.app)
     assert FILES.keys() == app.commands.keys()
     for name, command in app.commands.items():
-        typed = (Path(__file__).parent / FILES[name]).read_text()
+        folder, names = Path(__file__).parent, FILES[name].split()
+        typed = "".join((folder / one).read_text() for one in names)
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:
                 if option.startswith("-"):
-                    assert f'"{option}"' in typed, f"{FILES[name]} types no {option} of {name}"
+                    assert f'"{option}"' in typed, f"{FILES[name]}: no {option} of {name}"

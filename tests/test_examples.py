@@ -108,6 +108,28 @@ def test_nano_table(tmp_path, monkeypatch):
     assert all(f"| {name} | " in text for name in three)
 
 
+def test_task_prompts(tmp_path):
+    """The tasks take turns; each question is put as `setblock evaluate` puts it."""
+    sums = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
+    code = {"task_id": 1, "text": "Write f.", "code": "def f(): pass", "test_list": ["assert f()"]}
+    files = {"gsm8k": tmp_path / "g.jsonl", "mbpp": tmp_path / "m.jsonl"}
+    files["gsm8k"].write_text("\n".join(map(json.dumps, sums)))
+    files["mbpp"].write_text(json.dumps(code))
+    sources = [f"{name}={file}" for name, file in files.items()]
+    out = tmp_path / "prompts.jsonl"
+    run("task_prompts.py", *sources, "--out", out, "--each", 2)
+    prompts = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    assert [prompt.split("\n")[0] for prompt in prompts] == ["0 + 1?", "Write f.", "1 + 1?"]
+    assert prompts[0].endswith("behind ####.")
+    for words, said in (
+        ((sources[0], "--out", out), "exists already"),
+        (("chess=x.jsonl", "--out", "x"), "'chess' is none of"),
+        (("gsm8k=none.jsonl", "--out", "x"), "No such file"),
+    ):
+        error = re.sub(r"[\s│]", "", run("task_prompts.py", *words, code=2))  # wrapped in a box
+        assert said.replace(" ", "") in error
+
+
 def test_nano_lossless(tmp_path):
     """One problem a family is enough for every setting to run."""
     few = ("--limit", 1, "--latency-limit", 1, "--batch-size", 1, "--workers", 1)

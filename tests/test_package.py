@@ -37,7 +37,7 @@ LEVELS = (
     ("verified", "likelihood", "vllm"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "serve"),
-    ("answers", "benchmark", "profiling", "tune", "report", "estimate"),
+    ("answers", "prompts", "benchmark", "profiling", "tune", "report", "estimate"),
     ("finetune",),
     ("cli",),
     ("__main__",),

@@ -1,4 +1,4 @@
-"""Commands that make models: train, merge."""
+"""Commands that make models: prompts, train, merge."""
 
 import contextlib
 import json
@@ -11,9 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from setblock.cli.common import (
+    DeviceOption,
     Dtype,
+    DtypeOption,
     JsonOption,
     MaskTokenOption,
+    ModelName,
     Switch,
     app,
     err,
@@ -23,6 +26,56 @@ from setblock.cli.common import (
     print_json,
     quiet_libraries,
 )
+
+
+@app.command()
+def prompts(
+    model_name: ModelName,
+    out_file: Annotated[
+        Path, typer.Option("--out", help='JSONL file to write, {"prompt": ...} a line.')
+    ],
+    count: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(help="Longer ones are left out.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts sampled together.")] = 16,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this mass.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of sampling; another one gives other prompts.")] = 0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a chat model make up prompts, to train it on its own answers without a dataset.
+
+    Then: setblock train --model MODEL --data FILE --chat --answers model ... What a chat model
+    writes where its chat template has the user speak is what it knows of its users.
+    """
+    from setblock.prompts import sample_prompts
+
+    if out_file.exists():
+        raise ValueError(f"{out_file} exists already")
+    if not out_file.parent.is_dir():
+        raise ValueError(f"no folder {str(out_file.parent)!r} for --out")
+    model = load_model(model_name, dtype, device, None)
+    options = {"max_tokens": max_tokens, "batch_size": batch_size, "seed": seed}
+    sampled = sample_prompts(model, count, **options, temperature=temperature, top_p=top_p)
+    done = 0
+    try:
+        for prompt in sampled:
+            with out_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")
+            done += 1
+            if done % max(count // 20, 1) == 0:
+                err.print(f"{done} of {count} prompts", style="dim")
+    except KeyboardInterrupt:
+        if done:
+            fail(f"interrupted: {done} of {count} prompts are in {out_file}", 130)
+        raise
+    if as_json:
+        print_json({"model": model_name, "out": str(out_file), "prompts": done, **options})
+        return
+    out.print(f"{done} prompts in {out_file}", markup=False, highlight=False)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -77,7 +130,7 @@ def train(
         str | None,
         typer.Option(
             help="data: learn the data's answers. model: let the model answer the prompts first, "
-            "and learn its own answers. Default: data."
+            "and learn its own answers; rows need no more than a prompt. Default: data."
         ),
     ] = None,
     answer_tokens: Annotated[

@@ -1,0 +1,176 @@
+"""Training on a model's own answers: what is asked, what is kept, what a stop leaves."""
+
+import json
+import signal
+from typing import Any
+
+import pytest
+from fakes import TableModel
+from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
+
+from setblock.answers import regenerate
+from setblock.data import load_rows, prepare
+from setblock.finetune import Run, finetune
+from setblock.generation import generate
+from setblock.loading import load
+from setblock.train import SBDTrainer
+from setblock.watch import SIGNALS, prompts_of
+
+# trl's own defaults use a name that transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+
+def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    """Rows need no more than a prompt; what is trained on are the very ids of the answers."""
+    rows = write(tmp_path / "r.jsonl", [{"q": p} for p, _ in PAIRS])
+    # an end token that is likely anywhere: some of the answers end
+    base = ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base")
+    where = ("--model", base, "--data", rows, "--output-dir", tmp_path / "out")
+    own = ("--answers", "model", "--answer-tokens", "40", "--answer-batch-size", "2")
+    own += ("--prompt-field", "q", "--max-block-size", "4")
+    seen: dict[tuple[int, ...], list[int]] = {}
+
+    class Noted(SBDTrainer):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            rows: Any = self.train_dataset
+            for row in rows:
+                seen[tuple(row["input_ids"])] = row["labels"]
+
+    monkeypatch.setattr("setblock.finetune.SBDTrainer", Noted)
+    summary = train(monkeypatch, capsys, *where, *own, "--save-strategy", "no")
+    lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert len(answers) == summary["rows"] == len(seen) == 4
+    assert {a["finish_reason"] for a in answers} == {"eos", "length"}
+    model = load(base)
+    [end] = model.eos_token_ids
+    for answer in answers:
+        [again] = generate(model, [answer["prompt_ids"]], mode="ntp", max_new_tokens=40)
+        assert list(again.token_ids) == answer["token_ids"]
+        # the fill of the last block behind an end, and nothing behind an answer that was cut
+        fill = 3 * [end] if answer["finish_reason"] == "eos" else []
+        prompt, told = answer["prompt_ids"], answer["token_ids"] + fill
+        assert seen[tuple(prompt + told)] == [-100] * len(prompt) + told
+
+
+def test_prompts_alone_need_own_answers(tmp_path) -> None:
+    rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .* has prompt \(prompts alone: --ans"):
+        finetune(Run("no model is read", [rows], tmp_path / "out"), [])
+
+
+def test_prompts_of_several_forms_are_answered_together(checkpoint, tmp_path) -> None:
+    """Their completions, or that there are none, make no difference."""
+    talk = {"prompt": "a ", "messages": [], "level": 3}
+    parts = [[{"prompt": "x y "}, talk], [{"prompt": "q ", "completion": "r"}]]
+    files = [str(write(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate(parts)]
+    rows = load_rows(files, prompts_only=True).remove_columns("where").to_list()
+    assert rows == [{"prompt": "x y "}, {"prompt": "a "}, {"prompt": "q "}]
+    model = load(checkpoint("llama", mask_token="<mask>"))
+    asked = prepare(load_rows(files, prompts_only=True), model.tokenizer, chat=True)
+    ids = [model.encode(row["prompt"], chat=True) for row in rows]
+    assert prompts_of(model, asked) == ids
+
+
+def test_a_model_whose_answers_are_all_empty_has_none_to_learn(tmp_path, monkeypatch) -> None:
+    from datasets import Dataset
+
+    model = TableModel.spelling("", start=1)
+    monkeypatch.setattr("setblock.answers.prompts_of", lambda model, rows: [[3], [4]])
+    rows = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(ValueError, match="all of the model's 2 answers are empty"):
+        regenerate(model, rows, tmp_path / "answers.jsonl", 8, 2)
+
+
+def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> None:
+    from datasets import Dataset
+
+    from setblock import answers
+
+    model = load(ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base"))
+    rows, file = Dataset.from_list(ROWS), tmp_path / "answers.jsonl"
+    whole = answers.regenerate(model, rows, file, 40, 2).to_list()
+    lines = file.read_text().splitlines(keepends=True)
+    asked = []
+    stream = answers.stream
+
+    def counting(model, prompts, **options):
+        asked.append(len(prompts))
+        return stream(model, prompts, **options)
+
+    monkeypatch.setattr(answers, "stream", counting)
+    file.write_text(lines[0] + lines[1] + lines[2][:20])  # killed while it wrote the third
+    assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
+    assert asked == [2]
+    assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
+    with pytest.raises(ValueError, match="max_new_tokens of answer"):
+        answers.regenerate(model, rows, file, 41, 2)
+    with pytest.raises(ValueError, match="prompt_ids of answer"):
+        answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
+    file.write_text('{"foo": 1}')
+    with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):
+        answers.regenerate(model, rows, file, 40, 2)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_stop_while_the_model_answers_says_how_to_go_on(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, name
+) -> None:
+    monkeypatch.setattr("setblock.answers.stream", lambda *a, **k: signal.raise_signal(number))
+    number, handlers = signal.Signals[name], [signal.getsignal(n) for n in SIGNALS]
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--answers", "model", "--answer-tokens", "40")
+    with pytest.raises(SystemExit) as code:
+        run(monkeypatch, "train", *words, *QUICK.split())
+    assert code.value.code == 128 + number
+    said = f"stopped by {name} while the model answered; the same command goes on with the answers"
+    assert said in one_line(capsys)
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"answers": "model"}, r"rows.jsonl:1: a row needs prompt; this one has"),
+        ({"decode_every": 2}, "^decode_data needs rows of prompt and completion$"),
+    ],
+)
+@pytest.mark.parametrize("row", [{"text": "a b"}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:
+    file = str(write(tmp_path / "rows.jsonl", [row]))
+    if "decode_every" in more:
+        more["decode_data"] = file
+    with pytest.raises(ValueError, match=message):
+        finetune(Run("no model is read", [file], tmp_path / "o", **more), [])
+
+
+def test_resume_while_answering_says_what_to_do(checkpoint, rows, tmp_path) -> None:
+    (tmp_path / "o" / "_run").mkdir(parents=True)
+    (tmp_path / "o" / "_run" / "answers.jsonl").touch()
+    with pytest.raises(ValueError, match="without --resume the same command goes on"):
+        finetune(Run(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), [])
+
+
+def test_prompts_too_long_to_answer_are_left_out(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    long = {"prompt": "a" * 230, "completion": "b"}
+    rows = write(tmp_path / "rows.jsonl", [*ROWS, long])
+    base = ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base")
+    words = ("--model", base, "--data", rows, "--decode-data", rows, "--decode-every", "9")
+    words += ("--answers", "model", "--answer-tokens", "40", "--output-dir", tmp_path / "out")
+    run(monkeypatch, "train", *words, *QUICK.split(), "--json")
+    shown = capsys.readouterr()
+    said = " ".join(shown.err.split())
+    assert "1 of 5 prompts are left out of the training data: they have more than 208" in said
+    assert "1 of 5 prompts are left out of the held-out decoding" in said
+    assert json.loads(shown.out)["decode"][0]["decode_n"] == 4
+    only = write(tmp_path / "only.jsonl", [long])
+    words = ("--model", base, "--data", only, "--output-dir", tmp_path / "none")
+    words += ("--answers", "model", "--answer-tokens", "40")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", *words, *QUICK.split())
+    assert "no prompt of the training data leaves room" in one_line(capsys)

@@ -1,0 +1,301 @@
+"""The words of `train` and `merge`: configuration files, refusals, estimates, ranks."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainings import QUICK, one_line, run, train
+
+from setblock.finetune import Run, parse_config
+from setblock.loading import load
+from setblock.train import SBDTrainer
+from setblock.watch import DecodeProbe, final_answer
+
+# trl's own defaults use a name that transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+
+def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {checkpoint('llama')}\ndata: {rows}\noutput_dir: {tmp_path / 'out'}\n"
+        "limit: 3\nfull-mask-share: 0.5\nself_distill: 0.25\nmatp_weight: 2.0\nmax_block_size: 7\n"
+    )
+    summary = train(monkeypatch, capsys, "--config", file, "--limit", "2")
+    assert summary["rows"] == 2, "typed options win"
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in ('"full_mask_share": 0.5', '"self_distill": 0.25', '"matp_weight": 2.0'):
+        assert line in card
+    assert load(tmp_path / "out").defaults["block_size"] == 7
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert all(len(line["matp_accuracy_by_offset"]) == 7 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n- b\n", "needs names and values, got list"),
+        ("a: [", "run.yaml: while parsing"),
+        ("model: m\n", "missing: --data, --output-dir"),
+        ("no_such: 1\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "unknown training option"),
+        ("model: 3\ndata: d.jsonl\noutput_dir: o\n", "model must be str, got 3"),
+        ("model: m\ndata: 7\noutput_dir: o\n", "data must be list[str], got 7"),
+        ("model: m\ndata: [a, 7]\noutput_dir: o\n", "data must be list[str], got ['a', 7]"),
+        ("limit: many\nmodel: m\ndata: d\noutput_dir: o\n", "limit must be int | None, got 'many'"),
+        ("limit: yes\nmodel: m\ndata: d\noutput_dir: o\n", "limit must be int | None, got True"),
+        ("chat: 1\nmodel: m\ndata: d\noutput_dir: o\n", "chat must be bool, got 1"),
+        ("lora_dropout: low\nmodel: m\ndata: d\noutput_dir: o\n", "lora_dropout must be float"),
+        ("max_steps: 1\nmax-steps: 2\n", "max_steps: given more than once"),
+        ("method: half\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "one of full, lora, qlora, ga"),
+    ],
+)
+def test_bad_config_files(tmp_path, monkeypatch, capsys, content, message) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "train", "--config", file)
+    assert message in capsys.readouterr().err
+
+
+def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    probe = ("--decode-data", rows, "--decode-every", "2", "--decode-limit", "3")
+    options = ("--decode-solver", "fixed:4", "--answer-tokens", "8", "--chat", "--split", "train")
+    summary = train(monkeypatch, capsys, *where, *probe, *options)
+    assert [result["step"] for result in summary["decode"]] == [0, 2, 3]
+    for result in summary["decode"]:
+        assert result["decode_n"] == 3
+        assert 1 < result["decode_tokens_per_forward"] <= 4
+        assert 0 <= result["decode_score"] <= 1
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines if "decode_n" in line] == summary["decode"]
+
+
+def test_held_out_losses(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    words = ("--model", checkpoint("llama"), "--data", rows, "--eval-data", rows)
+    words += ("--output-dir", tmp_path / "out", "--eval-strategy", "steps", "--eval-steps", "3")
+    train(monkeypatch, capsys, *words)
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    [judged] = [line for line in map(json.loads, lines) if "eval_matp_loss" in line]
+    assert judged["eval_ntp_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("x = 10-5", "5"), ("5.0", "5"), ("-5.50", "-5.5"), ("1,234.00 in all", "1234"),
+        ("2024-01-05", "05"), ("none ", "none"), ("it is -3.", "-3"),
+    ],
+)  # fmt: skip
+def test_final_answer(text, number) -> None:
+    assert final_answer(text) == number
+
+
+def test_decoding_takes_no_time_from_the_tokens_per_second(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    """The clock stands still but for an hour in each decoding and a second in each loss."""
+    now = 0.0
+    decode, loss = DecodeProbe.decode, SBDTrainer.compute_loss
+
+    def later(seconds: float, function: Any) -> Any:
+        def slow(*words: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*words, **options)
+
+        return slow
+
+    monkeypatch.setattr(DecodeProbe, "decode", later(3600, decode))
+    monkeypatch.setattr(SBDTrainer, "compute_loss", later(1, loss))
+    monkeypatch.setattr("setblock.totals.time.perf_counter", lambda: now)
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--decode-data", rows, "--decode-every", "1", "--logging-steps", "1")
+    train(monkeypatch, capsys, *words, "--answer-tokens", "4")
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    rates = [line["tokens_per_second"] for line in map(json.loads, lines) if "matp_loss" in line]
+    assert len(rates) == 3
+    assert min(rates) > 10, "two short rows in a second"
+
+
+def test_estimate_is_printed_and_leaves_no_trace(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    where = ("--model", checkpoint("llama"), "--data", rows)
+    summary = train(monkeypatch, capsys, *where, "--output-dir", tmp_path / "a")
+    cost = summary["estimate"]
+    assert cost["steps"] == 3
+    assert cost["seconds"] > 0
+    assert cost["parameters"] == cost["trained_parameters"]
+    assert cost["weight_bytes"] == 4 * cost["parameters"]
+    assert cost["peak_bytes"] > cost["weight_bytes"]
+    monkeypatch.setattr("setblock.finetune.estimate", lambda trainer: cost)
+    again = train(monkeypatch, capsys, *where, "--output-dir", tmp_path / "b")
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert again["train_loss"] == summary["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-length", "300"], "max_length=300 is more than"),
+        (["--max-length", "1"], "none of the 4 rows .* has a token to learn within max_length=1"),
+        (["--chat", "--model", "{no chat}"], "messages need a chat template"),
+        (["--mask-token-id", "999999"], "mask token 999999"),
+        (["--decode-every", "2"], "decode_every and decode_data need each other"),
+        (["--decode-solver", "guess:1"], "guess"),
+        (["--method", "gated", "--objective", "ntp"], "objective must be 'sbd'"),
+        (["--resume-from-checkpoint", "x"], "use --resume"),
+        (["--data", "{missing}"], "no file"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--answers", "mine"], "answers must be one of data, model, got 'mine'"),
+        (["--lora-dropout", "1"], "lora_dropout must lie in 0..1"),
+        (["--attention", "eager"], "attention must be one of sdpa, flex_attention, got 'eager'"),
+        (["--attention", "flex_attention"], "can't train on a CPU"),
+        (["--eos-token", "x"], "eos_token: give the model's tokenizer this setting"),
+        (["--lora-alpha", "8"], "lora_alpha is for methods lora, qlora and gated, got 8 with full"),
+        (["--split", "test"], "split is for hub datasets, got 'test' with files alone"),
+        (["--mask_token_id", "7"], "--mask_token_id: write it --mask-token-id, with hyphens"),
+        (["--report-to", "tensorboard"], "TensorBoardCallback requires tensorboard"),
+        (["--activation-offloading", "yes"], "activation_offloading needs a GPU"),
+        (["--dataloader-drop-last", "yes", "--limit", "1"], "leaves no batch"),
+        (
+            ["--eval-data", "f"],
+            "eval_data and eval_strategy .* got eval_data='f'",
+        ),
+        (["--run-name", "max_length", "--data", "{missing}"], "no file"),
+        (
+            "--method gated --gradient-checkpointing yes --decode-data f --decode-every 2".split(),
+            "gradient_checkpointing must be no with a gated adapter and eval_data or decode_every",
+        ),
+    ],
+)
+def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, words, message):
+    places = {
+        "{no chat}": str(checkpoint("llama", chat=False)),
+        "{missing}": str(tmp_path / "missing.jsonl"),
+    }
+    start = ["train", "--data", rows, "--output-dir", tmp_path / "out", *QUICK.split()]
+    start += ["--model", checkpoint("llama")] if "--model" not in words else []
+    if "--data" in words:
+        del start[1:3]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *start, *(places.get(word, str(word)) for word in words))
+    err = one_line(capsys)
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--no-such-option", "1"], "unknown training option '--no-such-option'"),
+        (["--max-steps", "many"], "max_steps"),
+        (["--objective", "diffusion"], "objective"),
+        (["--max-block-size", "1"], "max_block_size=1"),
+        (["--full-mask-share", "2"], "full_mask_share must lie in 0..1, got 2.0"),
+        (["--suffix-mask-share", "1.5"], "suffix_mask_share must lie in 0..1"),
+        (["--suffix-mask-share", "0.6", "--full-mask-share", "0.5"], "sum to at most 1"),
+        (["--self-distill", "-1"], "self_distill must lie in 0..1"),
+        (["--matp-weight", "0"], "matp_weight must be a number above 0, got 0.0"),
+        (["--matp-weight", "nan"], "matp_weight"),
+        (["--idle-blocks", "keep", "--objective", "ntp"], "idle_blocks 'keep' is for objective"),
+        (["--idle-blocks", "hide"], "idle_blocks must be one of|invalid choice: 'hide'"),
+        (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
+        (["--end-fill", "-1"], "end_fill must be at least 0"),
+        (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),
+        (["--max-length", "-5"], "max_length must be at least 1, got -5"),
+        (
+            ["--max-steps", "-1", "--num-train-epochs", "0"],
+            "num_train_epochs must be above 0, got 0",
+        ),
+        (["--max-steps", "0"], "max_steps must be at least 1, or -1 to go by num_train_epochs, g"),
+        (["--max-steps", "-2"], "max_steps must be .*, got -2"),
+        (["--eval-strategy", "steps"], "need each other, got eval_data=None, eval_strategy='ste"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, words, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_config(Run("nano", ["rows.jsonl"], tmp_path), words)
+
+
+def launch(ranks: int, *words: object) -> str:
+    """What `setblock` says on stderr, under torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *start, "-m", "setblock", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "FutureWarning" not in done.stderr
+    assert "gemm" not in done.stderr, "bitsandbytes says at import that it has no CPU kernels"
+    return " ".join(done.stderr.split())
+
+
+def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
+    """What torchrun starts: one folder, one model, the same losses as one process; and resumed."""
+    where = ["train", "--model", checkpoint("llama"), "--data", rows, "--lr-scheduler-type"]
+    words = [*where, "constant", "--optim", "sgd", *QUICK.split(), "--logging-steps", "1"]
+    words[words.index("--per-device-train-batch-size") + 1] = "1"
+    words += ["--save-steps", "2", "--answer-tokens", "4"]
+    logs = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        per_step = ["--gradient-accumulation-steps", str(4 // ranks), "--output-dir", folder]
+        said = launch(ranks, *words, *per_step)
+        assert len(re.findall(r"about [\d,]+ tokens a second, 3 steps in about", said)) == 1
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        logs.append([line["matp_loss"] for line in lines if "matp_loss" in line])
+        assert load(folder).trained
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+    again = tmp_path / "again"
+    for name in ("checkpoint-2", "_run"):
+        shutil.copytree(tmp_path / "2" / name, again / name)
+    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("2", "again"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
+    assert [line["matp_loss"] for line in last if "matp_loss" in line] == logs[1][2:]
+    # nothing left to train: the last decoding is made, and written by one of them
+    words += ["--decode-data", rows, "--decode-every", "1"]
+    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in last if "decode_n" in line] == [3]
+
+
+def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    """The hub itself is not reached: what would be sent is."""
+    from huggingface_hub import HfApi, RepoUrl
+
+    sent = []
+
+    def upload(self, *, folder_path, ignore_patterns, **kwargs):
+        names = (str(f.relative_to(folder_path)) for f in Path(folder_path).rglob("*"))
+        sent.append([n for n in names if not any(fnmatch(n, one) for one in ignore_patterns)])
+
+    address = RepoUrl("https://huggingface.co/me/mine")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *args, **kwargs: address)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    hub_words = ("--push-to-hub", "yes", "--hub-model-id", "me/mine", "--save-strategy", "no")
+    train(monkeypatch, capsys, *where, "--method", "gated", *hub_words)
+    assert {"README.md", "adapter_model.safetensors", "generation_config.json"} <= set(sent[-1])
+    assert (tmp_path / "out" / "_run" / "settings.json").is_file()
+    assert not any(name.startswith("_run") for name in sent[-1])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("## Set block decoding") == 1
+    assert "# me/mine\n" in card
+    assert "base_model" not in card.split("# me/mine")[0], "a local base is no hub name"
+    assert "matp_loss" in card
