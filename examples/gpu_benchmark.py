@@ -1,8 +1,11 @@
 """The wall clock of decoding at the shape of Llama-3.1-8B, random weights: the table that the paper
 predicted and did not measure.
 
-    for how in off graphs on; do
-        python examples/gpu_benchmark.py --compile $how --out benchmarks/records/gpu-8b-$how.json
+    for how in graphs off kernels; do
+        for part in answers forwards; do
+            python examples/gpu_benchmark.py --compile $how --part $part \\
+                --out benchmarks/records/gpu-8b-$how-$part.json
+        done
     done
 
 Forwards of 1 to 272 query tokens behind 128 to 32,768 cached ones, for 1 to 32 rows, beside the
@@ -43,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
+PARTS = ("answers", "forwards")
 RATES = range(2, 9)  # tokens per forward
 BLOCK = 16
 console = Console()
@@ -57,7 +61,7 @@ def random_model(shape: str, context: int, device: str, dtype: str, compile: Com
     model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
     model.eos_token_ids = frozenset()  # answers are as long as they may be
     if compile is not Compile.off:
-        model.compile(kernels=compile is Compile.on)
+        model.compile(compile.value)
     return model
 
 
@@ -74,13 +78,16 @@ def copy_bandwidth(model: Model, size: int) -> float:
     return 2 * size / statistics.median([seconds() for _ in range(11)][1:])
 
 
-def room_for(model: Model, rows: int, cached: int, queries: int) -> bool:
-    """Whether cache, mask and logits of such a forward fit into what a GPU has free."""
+def room_for(model: Model, rows: int, cached: int, queries: int, before: int) -> bool:
+    """Whether cache, mask and logits of such a forward fit into what a GPU has free.
+
+    before: query tokens of the forwards of this cache before it, whose graphs keep their logits.
+    """
     if model.device.type != "cuda":
         return True
     sizes = machines.dimensions_of(model.network.config)
     cache = 2 * sizes.layers * sizes.cache * (cached + queries) * model.dtype.itemsize
-    logits = 3 * queries * model.vocab_size * 4
+    logits = (3 * queries + before) * model.vocab_size * 4
     mask = queries * (cached + queries) * (1 + model.dtype.itemsize)
     # What graphs have kept for an earlier size of batch goes when this one's cache is made.
     kept = torch.cuda.memory_reserved(model.device) - model.weight_bytes
@@ -94,7 +101,10 @@ def forwards(
     """A line for each forward of so many rows that fits, beside the roofline's."""
     lines: list[dict[str, Any]] = []
     for length in cached:
-        fit = [count for count in queries if room_for(model, batch, length, count)]
+        fit: list[int] = []
+        for count in queries:
+            if room_for(model, batch, length, count, sum(fit)):
+                fit.append(count)
         if fit:
             lines += benchmark.forward_costs(model, [length], fit, batch, repeats)
             console.print(f"{batch} rows behind {length} tokens: {lines[-1]['seconds']:.4f} s")
@@ -169,6 +179,9 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: CompileOption = Compile.off,
+    part: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: all, in this order.")
+    ] = None,
     queries: Annotated[list[int] | None, typer.Option(help="Query tokens; again.")] = None,
     cached: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; again.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows; again.")] = None,
@@ -183,6 +196,8 @@ def main(
     """Measure forwards and whole answers of a random model."""
     if shape not in SHAPES:
         raise typer.BadParameter(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+    if part not in (None, *PARTS):
+        raise typer.BadParameter(f"--part must be one of {', '.join(PARTS)}, got {part!r}")
     widths = queries or [1, 8, 16, 32, 64, 128, 272]
     lengths, batches = cached or [128, 1024, 8192, 32768], rows or [1, 4, 8, 16, 32]
     prompts = prompt or [1024, 8192]
@@ -203,16 +218,17 @@ def main(
         record["speedups"] = speedups(record["forwards"])
         if device == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated()
+            record["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
         if out is not None:
             save_record(record, out)
 
-    for length in prompts:
+    for length in prompts if part != "forwards" else ():
         record["answers"] += (lines := answers(model, length, new_tokens, repeats))
         save()
         for line in lines:
             if line.get("speedup"):
                 console.print(f"{line['contender']} behind {length}: {line['speedup']:.2f}x")
-    for batch in batches:
+    for batch in batches if part != "answers" else ():
         record["forwards"] += forwards(model, batch, lengths, widths, repeats)
         save()
     table = Table(title="Speed-up for so many tokens per forward, blocks of 16")

@@ -21,6 +21,13 @@ class Memory:
     def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
         self._layers: dict[int, list[Tensor]] = {}
+        self._numbers: Tensor | None = None
+
+    def numbers(self, rows: int, device: torch.device) -> Int[Tensor, "rows 1"]:
+        """0 to rows - 1; parts of one tensor, which graphs may look at as long as the memory is."""
+        if self._numbers is None:
+            self._numbers = torch.arange(self.rows, device=device)[:, None]
+        return self._numbers[:rows]
 
     def of(self, layer: int, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
         """Keys and values of a layer, [rows, heads, capacity, width] each."""
@@ -49,6 +56,7 @@ class _Slots:
     longest: int = 0  # of `lengths`
     end: int = 0  # the last slot that any row writes lies before it
     index: Int[Tensor, "batch length"] | None = None  # None: every row writes at `longest`
+    row: Int[Tensor, "batch 1"] | None = None  # the number of each row, beside `index`
 
 
 class _PrefixLayer(CacheLayerMixin):
@@ -77,8 +85,7 @@ class _PrefixLayer(CacheLayerMixin):
             if index is None:
                 memory[:, :, start:end] = states
             else:
-                rows = torch.arange(len(index), device=index.device)[:, None]
-                memory[rows, :, index] = states.transpose(1, 2)
+                memory[self.slots.row, :, index] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -120,7 +127,7 @@ class PrefixCache(Cache):
 
         grain: forwards look at a multiple of so many slots, of which `memory` holds one.
         """
-        memory = memory or Memory(batch, capacity)
+        self.memory = memory = memory or Memory(batch, capacity)
         self.slots = _Slots(memory.capacity, [0] * batch, grain)
         self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
         self.keepable: Int[Tensor, " batch"] | None = None
@@ -144,6 +151,7 @@ class PrefixCache(Cache):
             )
         index = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
         slots.index = index if slots.grain > 1 or len(set(slots.lengths)) > 1 else None
+        slots.row = self.memory.numbers(batch, index.device)
         # Only a run of clean tokens that starts in its own place can extend the prefix.
         clean = (queries.block == CLEAN) & (queries.document != PADDING)
         self.keepable = (clean & (queries.position == index)).long().cumprod(dim=1).sum(dim=1)

@@ -55,7 +55,8 @@ class Graphs:
     def __init__(self, network: Any, run: Callable[..., Tensor]) -> None:
         """Raises: ModelError for a network that can't be recorded."""
         if why := missing(network):
-            raise ModelError(f"graphs: {why}")
+            alone = "; compile 'kernels' goes without them" if on_cuda(network) else ""
+            raise ModelError(f"graphs: {why}{alone}")
         self.network, self.run = network, run
         self._free: list[Recorded] = []
         self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
@@ -135,7 +136,11 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first = str(error).partition("\n")[0]
+            # Ending a recording that has failed fails too, and hides why.
+            why: BaseException = error
+            while why.__context__ is not None:
+                why = why.__context__
+            first = str(why).partition("\n")[0]
             raise ModelError(
                 f"graphs: a forward of {self.network.config.model_type} can't be recorded: {first}"
             ) from error

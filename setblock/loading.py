@@ -33,7 +33,7 @@ from setblock.checkpoint import (
     write_settings,
 )
 from setblock.mask_token import rows_of
-from setblock.model import Model, check_architecture
+from setblock.model import COMPILE, Model, check_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,19 +67,21 @@ def load(
     device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
-    compile: True, decode in kernels that torch.compile makes and, on CUDA, as graphs; "graphs" for
-    these alone; see Model.compile.
+    compile: "kernels", decode in kernels that torch.compile makes; "graphs", as CUDA graphs; "on"
+    or True, both, as far as the device has them; "off" or False; see Model.compile.
     pack: lay out linear layers' weights for decoding on a CPU, see Model.pack; None for where that
     is possible.
     Raises: ModelError.
     """
-    if compile not in (False, True, "graphs"):
-        raise ModelError(f"compile must be True, False or 'graphs', got {compile!r}")
+    if isinstance(compile, bool):
+        compile = "on" if compile else "off"
+    if compile not in ("off", *COMPILE):
+        raise ModelError(f"compile must be off, {', '.join(COMPILE)} or a bool, got {compile!r}")
     model = _load(str(name_or_path), dtype, device, mask_token_id, four_bit)
     if pack or (pack is None and packed.missing(model.device, model.dtype) is None):
         model.pack()
-    if compile:
-        model.compile(kernels=compile != "graphs")
+    if compile != "off":
+        model.compile(compile)
     return model
 
 

@@ -28,6 +28,7 @@ from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
+COMPILE = ("on", "kernels", "graphs")
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
@@ -242,16 +243,19 @@ class Model:
         packed.pack(self.network)
         self.packed = True
 
-    def compile(self, kernels: bool = True) -> None:
+    def compile(self, how: str = "on") -> None:
         """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, are quicker.
 
-        kernels: they run in kernels that torch.compile makes at the first of each kind: one token
-        or several, one row or more. It keeps them on disk for the next process.
-        On CUDA they are replayed as graphs besides, from the second of each shape on, see Graphs;
-        caches keep their memory for the next one.
-        Raises: ModelError on a CPU without a C++ compiler, and for a network that can't be recorded
-        as a graph, as none can on a CPU.
+        how: "kernels", they run in kernels that torch.compile makes at the first of each kind, one
+        token or several, one row or more, and keeps on disk for the next process; "graphs", they
+        are recorded as CUDA graphs and replayed from the second of each shape on, see Graphs, and
+        caches keep their memory for the next one; "on", kernels, and on CUDA graphs of them.
+        Raises: ValueError for another word; ModelError on a CPU without a C++ compiler, and for a
+        network that can't be recorded as a graph, as none can on a CPU.
         """
+        if how not in COMPILE:
+            raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
+        kernels = how != "graphs"
         compilers = (os.environ.get("CXX", "g++"), "clang++")
         if kernels and self.device.type == "cpu" and not any(map(shutil.which, compilers)):
             raise ModelError(f"compile needs a C++ compiler: none of {any_of(compilers)} is here")
@@ -261,7 +265,7 @@ class Model:
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
             run = torch.compile(run, dynamic=True)
-        if graphs.on_cuda(self.network) or not kernels:
+        if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)
         self._compiled = run
 

@@ -7,6 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# They wait for the device: their result is the host's, or has a shape that values decide.
+WAITING = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"),
+    *("unique_consecutive", "unique_dim", "bincount", "repeat_interleave.Tensor"),
+}
+
 
 class Tape(TorchDispatchMode):
     """Every operation, with the tensors that it read and made."""
@@ -16,7 +22,10 @@ class Tape(TorchDispatchMode):
         self.done: list[tuple[Any, tuple, dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
+        name = func.__name__.removesuffix(".default")
+        # An index of truth values becomes a nonzero().
+        indices = args[1] if name.startswith("index") and isinstance(args[1], list) else ()
+        if name in WAITING or any(one is not None and one.dtype == torch.bool for one in indices):
             raise RuntimeError("operation not permitted when stream is capturing")
         found = func(*args, **(kwargs or {}))
         self.done.append((func, args, kwargs or {}, found))

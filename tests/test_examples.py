@@ -226,6 +226,15 @@ def test_the_gpu_benchmark(tmp_path):
     expected = 16 * first[1] / (first[32] + 3 * first[16])
     assert record["speedups"][0]["speedup"]["4"] == pytest.approx(expected)
     assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
+    run("gpu_benchmark.py", *words, "--part", "answers")
+    record = json.loads(path.read_text())
+    assert record["answers"]
+    assert not record["forwards"]
+    run("gpu_benchmark.py", *words, "--part", "forwards")
+    record = json.loads(path.read_text())
+    assert record["forwards"]
+    assert not record["answers"]
+    assert "--part must be one of" in run("gpu_benchmark.py", "--part", "x", code=2)
 
 
 def test_the_gpu_benchmark_has_no_graphs_on_a_cpu(monkeypatch):
@@ -245,9 +254,9 @@ def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     assert not any("shares" in line for line in record["answers"])
     assert len(simulated_graphs) >= 3, "1, k and 2k tokens"
     told = []
-    monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model, kernels: told.append(kernels))
-    run_here(*few, "--dtype", "float32", "--compile", "on")
-    assert told == [True]
+    monkeypatch.setattr(gpu_benchmark.Model, "compile", lambda model, how: told.append(how))
+    run_here(*few, "--dtype", "float32", "--compile", "kernels")
+    assert told == ["kernels"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

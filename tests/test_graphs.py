@@ -59,7 +59,7 @@ def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path):
             torch.nn.init.normal_(weight, std=0.3)
     model = Model(made, base.tokenizer, mask_token_id=base.mask_token_id)
     with pytest.raises(ModelError, match="graphs: peft's own layers can't be recorded"):
-        model.compile(kernels=False)
+        model.compile("graphs")
     made.save_pretrained(tmp_path)
     plain, model = load(tmp_path), load(tmp_path, compile="graphs")
     for way in WAYS.values():
@@ -132,18 +132,80 @@ def test_so_many_graphs_and_no_more(checkpoint, simulated_graphs, monkeypatch):
     assert len(simulated_graphs) == 1 < MOST_GRAPHS
 
 
-def test_a_forward_that_looks_at_its_values(checkpoint, simulated_graphs):
+def test_a_longer_text_takes_the_place_of_all(checkpoint, simulated_graphs, monkeypatch):
+    """Its cache is larger than any that is free: what was recorded goes, and is recorded anew."""
+    monkeypatch.setattr(graphs, "GRAIN", 8)
+    plain, model = load(checkpoint()), load(checkpoint(), compile="graphs")
+    for length in (6, 40, 6, 70, 6):
+        options: Any = {"mode": "ntp", "max_new_tokens": length, "ignore_eos": True}
+        before = len(simulated_graphs)
+        expected = generate(plain, PROMPTS, **options)
+        for _ in range(2):
+            found = generate(model, PROMPTS, **options)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert (len(simulated_graphs) > before) == (length > 6 or before == 0)
+        [free] = model._graphs._free  # type: ignore[union-attr]
+        assert all(graph.inputs for graph in free.graphs.values())
+
+
+LOOKS: dict[str, Any] = {
+    "at its values": lambda hidden: hidden if hidden.sum() > 0 else hidden + 1,
+    "where they are": lambda hidden: hidden + hidden.nonzero().shape[0],
+    "at some of them": lambda hidden: hidden + hidden[hidden > 0].sum(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_forward_that_looks_at_its_values(checkpoint, simulated_graphs, look):
     model = load(checkpoint(), compile="graphs")
     layer = model.network.model.layers[0]
-    layer.register_forward_hook(lambda module, args, output: None if output.sum() > 0 else output)
+    layer.register_forward_hook(lambda module, args, output: LOOKS[look](output))
     with pytest.raises(ModelError, match="a forward of llama can't be recorded: operation not"):
         answers(model, mode="ntp")
+
+
+def test_what_failed_is_said_not_that_the_recording_did(checkpoint, simulated_graphs, monkeypatch):
+    def record(function: Any, pool: Any, device: Any) -> Any:
+        try:
+            raise RuntimeError("this kernel waits\nand more")
+        finally:
+            raise RuntimeError("capture was invalidated")
+
+    monkeypatch.setattr(graphs, "record", record)
+    model = load(checkpoint(), compile="graphs")
+    with pytest.raises(ModelError, match=r"of llama can't be recorded: this kernel waits$"):
+        answers(model, mode="ntp")
+
+
+def test_kernels_alone(checkpoint, simulated_graphs, monkeypatch):
+    """What `on` is where there are no graphs; for networks, too, that can't be recorded."""
+    compiled: list[Any] = []
+
+    def compile(run: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    expected = answers(load(checkpoint()), mode="sbd")
+    for how, recorded in (("kernels", False), ("on", True)):
+        before = len(simulated_graphs)
+        model = load(checkpoint(), compile=how)
+        assert [answers(model, mode="sbd") for _ in range(3)] == [expected] * 3
+        assert (len(simulated_graphs) > before) == recorded
+        assert compiled.pop() == {"dynamic": True}
+    network = load(checkpoint(), device="cpu")
+    network.network.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ModelError, match=r"at each position; compile 'kernels' goes without them$"):
+        network.compile()
+    network.compile("kernels")
+    with pytest.raises(ValueError, match="compile must be one of on, kernels, graphs, got 'fast'"):
+        network.compile("fast")
 
 
 def test_where_there_are_none(checkpoint, monkeypatch):
     with pytest.raises(ModelError, match="graphs: they are CUDA's, and the model is on cpu"):
         load(checkpoint(), compile="graphs", device="cpu")
-    with pytest.raises(ModelError, match="compile must be True, False or 'graphs', got 'all'"):
+    with pytest.raises(ModelError, match="compile must be off, on, kernels, graphs or a bool, got"):
         load(checkpoint(), compile="all")
     monkeypatch.setattr(graphs, "on_cuda", lambda network: True)
     network = load(checkpoint(), device="cpu").network

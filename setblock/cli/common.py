@@ -160,6 +160,7 @@ class Compile(StrEnum):
 
     off = "off"
     on = "on"
+    kernels = "kernels"
     graphs = "graphs"
 
 
@@ -167,9 +168,9 @@ CompileOption = Annotated[
     Compile,
     typer.Option(
         "--compile",
-        help="on: decode in kernels that torch.compile makes at the first forwards, which takes a "
-        "minute or more, and less the next time; on a GPU replay them as CUDA graphs besides. "
-        "graphs: these alone, of torch's own kernels; nothing to wait for.",
+        help="kernels: decode in kernels that torch.compile makes at the first forwards, which "
+        "takes a minute or more, and less the next time. graphs: replay forwards of torch's own "
+        "kernels as CUDA graphs; nothing to wait for. on: kernels, on a GPU as graphs.",
     ),
 ]
 PackOption = Annotated[
@@ -206,7 +207,7 @@ def load_model(
             dtype=dtype and str(dtype),
             device=device,
             mask_token_id=mask_token_id,
-            compile="graphs" if compile is Compile.graphs else compile is Compile.on,
+            compile=compile.value,
             pack=None if pack is None else pack is Switch.on,
         )
 
