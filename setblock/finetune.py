@@ -1,26 +1,24 @@
 """One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
 import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_check
+from typing import Any
 
-import torch
 from accelerate import PartialState
 from peft import PeftConfig
-from transformers import HfArgumentParser, set_seed
+from transformers import set_seed
 
 from setblock import adapters
 from setblock.answers import regenerate
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.data import SUFFIXES, fingerprint, load_rows, prepare
+from setblock.data import fingerprint, load_rows, prepare
 from setblock.estimate import describe, estimate
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
+from setblock.prompts import write_prompts
 from setblock.records import new_record, save_record
 from setblock.resume import (
     OWN_FOLDER,
@@ -31,109 +29,9 @@ from setblock.resume import (
     read_state,
     write_lines,
 )
-from setblock.solvers import parse
+from setblock.run import OWN, Run, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
 from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of, stop_at_once
-
-ANSWERS = ("data", "model")
-ATTENTIONS = ("sdpa", "flex_attention")
-# Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
-FREE = (
-    *("output_dir", "max_steps", "num_train_epochs", "run_name", "report_to", "disable_tqdm"),
-    *("logging_", "save_", "eval_", "hub_", "push_to_hub", "log_", "dataloader_num_workers"),
-    *("do_", "load_best", "metric_for", "greater_is", "ddp_timeout", "logits_chunk_size"),
-)
-
-
-# It checks the types of its values itself, with an error for users: no runtime type check.
-@no_type_check
-@dataclass
-class Run:
-    """What `setblock train` does beside the fields of SBDConfig; its options by the same names.
-
-    Raises: ValueError naming the field.
-    """
-
-    model: str
-    data: list[str]
-    output_dir: Path
-    method: str = "full"
-    split: str = "train"
-    prompt_field: str = "prompt"
-    completion_field: str = "completion"
-    chat: bool = False
-    limit: int | None = None
-    mask_token_id: int | None = None
-    lora_rank: int = 32
-    lora_alpha: int = 64
-    lora_dropout: float = 0.0
-    attention: str = "sdpa"
-    answers: str = "data"
-    answer_tokens: int = 256
-    answer_batch_size: int = 16
-    eval_data: str | None = None
-    decode_data: str | None = None
-    decode_every: int = 0
-    decode_limit: int = 32
-    decode_solver: str = "entropy:0.1"
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Run).items():
-            if not _is_a(getattr(self, name), kind):
-                wanted = str(kind) if get_args(kind) else kind.__name__
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-        choices = {"method": adapters.METHODS, "answers": ANSWERS, "attention": ATTENTIONS}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                got = getattr(self, name)
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
-        for name in (
-            "lora_rank",
-            "lora_alpha",
-            "answer_tokens",
-            "answer_batch_size",
-            "decode_limit",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1, got {self.limit}")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must lie in 0..1, got {self.lora_dropout}")
-        if self.decode_every < 0:
-            raise ValueError(f"decode_every must be at least 0, got {self.decode_every}")
-        if bool(self.decode_every) != (self.decode_data is not None):
-            raise ValueError("decode_every and decode_data need each other")
-        parse(self.decode_solver)
-        if self.method == "full":
-            for name in ("lora_rank", "lora_alpha", "lora_dropout"):
-                if getattr(self, name) != getattr(Run, name):
-                    raise ValueError(
-                        f"{name} is for methods lora, qlora and gated, got {getattr(self, name)} "
-                        "with full"
-                    )
-        if self.split != "train" and all(Path(name).suffix in SUFFIXES for name in self.data):
-            raise ValueError(f"split is for hub datasets, got {self.split!r} with files alone")
-
-
-del Run.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]  # it hides type hints
-
-
-def _is_a(value: object, kind: Any) -> bool:
-    """Whether a value read from a file has this type; true and 1 are two types, 1 and 1.0 one."""
-    if isinstance(kind, UnionType):
-        return any(_is_a(value, one) for one in get_args(kind))
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_a(one, get_args(kind)[0]) for one in value)
-    if kind is float and type(value) is int:
-        return True
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -154,8 +52,11 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         say = _silent
     checkpoint = last_checkpoint(run.output_dir, run.resume, say)
     names = run.split, run.prompt_field, run.completion_field
-    rows = load_rows(run.data, *names, run.limit, prompts_only=run.answers == "model")
-    settings = {**_settings(run, config), "rows": fingerprint(rows)}
+    settings = settings_of_run(run, config)
+    rows = None
+    if checkpoint is not None or not run.own_prompts:  # else they are still to be made up
+        rows = load_rows(run.files, *names, run.limit, prompts_only=run.answers == "model")
+        settings["rows"] = fingerprint(rows)
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     if held_out is not None:
         settings["decode_rows"] = fingerprint(held_out)
@@ -184,7 +85,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         run = _as_adapted(run, model)
     if not frozen:
         model.network.requires_grad_(True)  # a folded adapter leaves it frozen
-    _check_length(config, model, typed="max_length" in _names(arguments))
+    _check_length(config, model, typed="max_length" in names_of(arguments))
     _check_saving(model)
     config.mask_token_id = model.mask_token_id
     if run.attention == "flex_attention":
@@ -193,6 +94,10 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         model.network.set_attn_implementation(run.attention)
     if held_out is not None:
         held_out = _as_prompts(held_out, model, run, config, "the held-out decoding", say)
+    if rows is None:
+        _make_up_prompts(run, model, config.seed, say)
+        rows = load_rows(run.files, *names, run.limit, prompts_only=True)
+        settings["rows"] = fingerprint(rows)
     if run.answers == "model":
         prompts = _as_prompts(rows, model, run, config, "the training data", say)
         rows = _own_answers(run, model, prompts, say)
@@ -295,77 +200,6 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     return summary
 
 
-def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
-    """The SBDConfig that command-line words stand for."""
-    names = _names(arguments)
-    for name in sorted(names & {"output_dir", *(field.name for field in fields(Run))}):
-        raise ValueError(f"--{name}: write it --{name.replace('_', '-')}, with hyphens")
-    words = ["--output_dir", str(run.output_dir), "--report_to", "none"]
-    if not torch.cuda.is_available():
-        words += ["--use_cpu"]  # else trl refuses its own default, bf16
-    # It buys memory, which a CPU run has, and a gated adapter's clean half needs none. FSDP brings
-    # its own, by accelerate's configuration, and refuses two.
-    spare = run.method == "gated" or not torch.cuda.is_available()
-    sharded = _is_true("ACCELERATE_USE_FSDP")
-    if sharded and run.method == "gated" and _is_true("FSDP_ACTIVATION_CHECKPOINTING"):
-        raise ValueError(
-            "a gated adapter does not know its tokens again when FSDP recomputes a layer: set "
-            "fsdp_activation_checkpointing to false in accelerate's configuration"
-        )
-    typed = any(name.endswith("_checkpointing") for name in names)
-    if not typed and (spare or sharded):
-        words += ["--gradient_checkpointing", "no"]
-    if run.mask_token_id is not None:
-        words += ["--mask_token_id", str(run.mask_token_id)]
-    kind: Any = SBDConfig  # the parser's own annotation takes no class
-    parser = _Parser(kind, prog="setblock train", allow_abbrev=False)
-    config, unknown = parser.parse_args_into_dataclasses(
-        args=[*words, *arguments], return_remaining_strings=True
-    )
-    if unknown:
-        raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
-    probes = run.eval_data is not None or run.decode_every
-    # transformers gave the field another name and keeps the old one as an alias.
-    recomputing = getattr(config, "activation_checkpointing", config.gradient_checkpointing)
-    if run.method == "gated" and recomputing and probes:
-        raise ValueError(
-            "gradient_checkpointing must be no with a gated adapter and eval_data or decode_every: "
-            "peft takes no forward without a backward pass then"
-        )
-    if config.resume_from_checkpoint is not None:
-        raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
-    if config.activation_offloading and config.use_cpu:
-        raise ValueError("activation_offloading needs a GPU")
-    if (run.eval_data is None) != (config.eval_strategy == "no"):
-        raise ValueError(
-            "eval_data and eval_strategy (steps or epoch) need each other, got "
-            f"eval_data={run.eval_data!r}, eval_strategy={str(config.eval_strategy.value)!r}"
-        )
-    for name in ("chat_template_path", "eos_token"):
-        if getattr(config, name, None) is not None:
-            raise ValueError(f"{name}: give the model's tokenizer this setting instead")
-    return config
-
-
-def _is_true(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() == "true"
-
-
-def _names(arguments: list[str]) -> set[str]:
-    """The fields that these command-line words set."""
-    words = (word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
-    return {word.replace("-", "_") for word in words}
-
-
-def _settings(run: Run, config: SBDConfig) -> dict[str, Any]:
-    """All that a resumed run must share with the first one, as JSON values."""
-    own = {**asdict(run), "model": lasting(run.model)}
-    for name in ("output_dir", "resume", "decode_data", "decode_every", "decode_limit"):
-        del own[name]
-    theirs = {name: value for name, value in config.to_dict().items() if not name.startswith(FREE)}
-    return json.loads(json.dumps({**theirs, **own}, default=str))
-
-
 def _as_adapted(run: Run, model: Model) -> Run:
     """The run with the settings of the adapter that it goes on training, or folds in.
 
@@ -456,6 +290,24 @@ def _as_prompts(
             f"than {room} tokens, what answer_tokens={run.answer_tokens} leaves of the context"
         )
     return rows.select(kept)
+
+
+def _make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
+    """Effects: run.prompts_file holds as many as were asked for."""
+    count, file = run.own_prompts, run.prompts_file
+    say(f"making up {count} prompts with the model itself; {file}")
+    every = max(count // 20, 1)
+
+    def progress(number: int) -> None:
+        if number % every == 0:
+            say(f"{number} of {count} prompts")
+
+    size = run.answer_batch_size
+    with PartialState().main_process_first(), stop_at_once():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found = write_prompts(model, file, count, seed, progress, batch_size=size)
+    if found != count:
+        raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
 
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:

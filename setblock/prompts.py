@@ -5,13 +5,66 @@ template up to where the user begins to speak, it samples what a user would ask.
 Magpie's (arXiv:2406.08464).
 """
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from setblock.generation import Generation, Reveal, stream
 from setblock.model import Model, ModelError
 
 MARK = "USER-TURN-OF-SETBLOCK"
 TRIES = 4  # prompts sampled for each one asked for, at most
+
+
+def write_prompts(
+    model: Model,
+    file: Path,
+    count: int,
+    seed: int = 0,
+    on_progress: Callable[[int], None] = lambda count: None,
+    **options: Any,
+) -> int:
+    """How many prompts `file` holds in the end: `count`, or those that it held if there are more.
+
+    options: of sample_prompts.
+    Effects: each prompt is added as it comes, {"prompt": ...} a line; a second call goes on where
+    the first was stopped, with noise of its own.
+    Raises: as sample_prompts; ValueError for a file that holds something else.
+    """
+    known = _prompts_in(file)
+    if known:
+        words = f"{seed} {len(known)}".encode()
+        seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+    number = len(known)
+    if number >= count:
+        return number
+    for prompt in sample_prompts(model, count - number, seed=seed, known=known, **options):
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")
+        number += 1
+        on_progress(number)
+    return number
+
+
+def _prompts_in(file: Path) -> list[str]:
+    """The prompts that a call before this one wrote; a line that a kill cut short is taken away."""
+    if not file.exists():
+        return []
+    *lines, rest = file.read_text(encoding="utf-8").split("\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or [*row] != ["prompt"] or type(row["prompt"]) is not str:
+            raise ValueError(f'{file}:{number}: not {{"prompt": ...}}, as this command writes it')
+        found.append(row["prompt"])
+    if rest:
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return found
 
 
 def sample_prompts(
@@ -22,10 +75,12 @@ def sample_prompts(
     temperature: float = 1.0,
     top_p: float = 0.95,
     seed: int = 0,
+    known: Sequence[str] = (),
 ) -> Iterator[str]:
     """`count` different users' turns, the same from the same seed, whatever the batch size.
 
-    Left out: turns that do not end within max_tokens, empty ones, and what was sampled before.
+    Left out: turns that do not end within max_tokens, empty ones, and what was sampled before or is
+    known.
     Raises: ModelError without a chat template, or for one that changes what the user says;
     ValueError for numbers out of range, and once TRIES * count samples were not enough.
     """
@@ -52,7 +107,7 @@ def sample_prompts(
         seed=seed,
         stop=() if special or not words else (words,),
     )
-    seen: set[str] = set()
+    seen, found = set(known), 0
     for generation in _in_order(reveals):
         ids = list(generation.token_ids)
         place = next((place for place, token in enumerate(ids) if token in end), None)
@@ -61,11 +116,12 @@ def sample_prompts(
         if not ended or not text or "\ufffd" in text or text in seen:
             continue
         seen.add(text)
+        found += 1
         yield text
-        if len(seen) == count:
+        if found == count:
             return
     raise ValueError(
-        f"only {len(seen)} of {TRIES * count} sampled prompts were whole and new within "
+        f"only {found} of {TRIES * count} sampled prompts were whole and new within "
         f"max_tokens={max_tokens}: raise that, or lower count={count}"
     )
 

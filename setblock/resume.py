@@ -34,8 +34,8 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
         return None
     if not found:
         hint = ""
-        if (folder / OWN_FOLDER / "answers.jsonl").exists():
-            hint = "; without --resume the same command goes on with the answers it has"
+        if any((folder / OWN_FOLDER / f"{own}.jsonl").exists() for own in ("answers", "prompts")):
+            hint = "; without --resume the same command goes on with what the model wrote"
         raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
     broken = []
     for checkpoint in found:

@@ -1,6 +1,7 @@
 """Training on a model's own answers: what is asked, what is kept, what a stop leaves."""
 
 import json
+import shutil
 import signal
 from typing import Any
 
@@ -10,9 +11,11 @@ from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
-from setblock.finetune import Run, finetune
+from setblock.finetune import finetune
 from setblock.generation import generate
 from setblock.loading import load
+from setblock.prompts import sample_prompts
+from setblock.run import Run
 from setblock.train import SBDTrainer
 from setblock.watch import SIGNALS, prompts_of
 
@@ -87,6 +90,48 @@ def test_a_model_whose_answers_are_all_empty_has_none_to_learn(tmp_path, monkeyp
         regenerate(model, rows, tmp_path / "answers.jsonl", 8, 2)
 
 
+def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
+    """No data at all: and a resumed run takes the prompts that are there."""
+    words = ("--model", "nano", "--data", "own:3", "--chat", "--answers", "model")
+    words += ("--method", "gated", "--answer-tokens", "24", "--answer-batch-size", "2")
+    words += ("--seed", "5", "--save-steps", "1", "--output-dir", tmp_path / "out")
+    summary = train(monkeypatch, capsys, *words)
+    file = tmp_path / "out" / "_run" / "prompts.jsonl"
+    told = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+    model = load("nano", dtype="float32")
+    assert told == list(sample_prompts(model, 3, seed=5))
+    lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert 0 < summary["rows"] == sum(bool(answer["text"]) for answer in answers)
+    asked = sorted(answer["prompt_ids"] for answer in answers)
+    assert asked == sorted(model.encode(prompt, chat=True) for prompt in told)
+    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    run(monkeypatch, "train", *words, *QUICK.split(), "--max-steps", "4", "--resume", "--json")
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+    (tmp_path / "new" / "_run").mkdir(parents=True)
+    shutil.copy(file, tmp_path / "new" / "_run")
+    monkeypatch.undo()
+    fewer = Run("nano", ["own:2"], tmp_path / "new", chat=True, answers="model")
+    with pytest.raises(ValueError, match=r"prompts.jsonl holds 3 prompts, more than own:2: move"):
+        finetune(fewer, ["--max-steps", "1", "--bf16", "no"])
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "message"),
+    [
+        (["own:2"], {}, "are users' turns that .* give chat and answers 'model' as well"),
+        (["own:2"], {"chat": True}, "give chat and answers 'model' as well"),
+        (["own:2"], {"answers": "model"}, "give chat and answers 'model' as well"),
+        (["own:x"], {}, "data 'own:x' must be own:COUNT, such as own:2000"),
+        (["own:0"], {}, "data 'own:0' must be own:COUNT"),
+        (["own:2", "a.jsonl", "own:3"], {}, "data 'own:3': 'own:2' is there already"),
+    ],
+)
+def test_what_own_prompts_need(tmp_path, data, more, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run("nano", data, tmp_path, **more)
+
+
 def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> None:
     from datasets import Dataset
 
@@ -128,7 +173,7 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
     with pytest.raises(SystemExit) as code:
         run(monkeypatch, "train", *words, *QUICK.split())
     assert code.value.code == 128 + number
-    said = f"stopped by {name} while the model answered; the same command goes on with the answers"
+    said = f"stopped by {name} while the model wrote what it learns; the same command goes on with"
     assert said in one_line(capsys)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from trainings import QUICK, one_line, run, train
 
-from setblock.finetune import Run, parse_config
 from setblock.loading import load
+from setblock.run import Run, parse_config
 from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, final_answer
 

@@ -36,7 +36,7 @@ LEVELS = (
     ("loading", "decode", "train", "export"),
     ("verified", "likelihood", "vllm"),
     ("generation",),
-    ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "serve"),
+    ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "serve", "run"),
     ("answers", "prompts", "benchmark", "profiling", "tune", "report", "estimate"),
     ("finetune",),
     ("cli",),

@@ -1,6 +1,7 @@
 """Prompts that a chat model makes up: whole users' turns, each once, the same from a seed."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_too_few_whole_and_new_ones() -> None:
         list(sample_prompts(speaking(""), 1))
     for name in ("count", "max_tokens"):
         with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0"):
-            next(sample_prompts(speaking("hello"), **{"count": 1, name: 0}))
+            next(sample_prompts(speaking("hello"), **{"count": 1, name: 0}))  # pyright: ignore[reportArgumentType]
 
 
 def test_templates_that_say_something_else(checkpoint) -> None:
@@ -87,29 +88,58 @@ def test_templates_that_say_something_else(checkpoint) -> None:
             next(sample_prompts(speaking("hello", template), 1))
 
 
+def prompts_in(file: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in file.read_text().split("\n") if line]
+
+
 def test_the_command(run, answering, tmp_path) -> None:
     out = tmp_path / "prompts.jsonl"
     model = answering(rambling())
     words = ["--max-tokens", "24", "--batch-size", "8", "--seed", "1", "--dtype", "float32"]
-    words += ["--device", "cpu", "--temperature", "1", "--top-p", "0.95", "--count", "4"]
-    told = run("prompts", "any", "--out", out, *words, "--json").json
-    rows = [json.loads(line) for line in out.read_text().split("\n") if line]
-    assert [row["prompt"] for row in rows] == list(sample_prompts(model, 4, 24, 8, seed=1))
-    assert (told["prompts"], told["out"]) == (4, str(out))
-    assert "exists already" in run("prompts", "any", "--out", out, *words).error
-    error = run("prompts", "any", "--out", tmp_path / "no" / "p.jsonl", *words).error
-    assert error == f"no folder '{tmp_path / 'no'}' for --out"
+    words += ["--device", "cpu", "--temperature", "1", "--top-p", "0.95", "--out", out]
+    told = run("prompts", "any", *words, "--count", "4", "--json").json
+    assert told == {"model": "any", "out": str(out), "prompts": 4, "seed": 1}
+    assert prompts_in(out) == list(sample_prompts(model, 4, 24, 8, seed=1))
+    # one that is there is gone on with, and left alone where it holds enough
+    assert run("prompts", "any", *words, "--count", "3").out == f"4 prompts in {out}\n"
+    assert run("prompts", "any", *words, "--count", "6").out == f"6 prompts in {out}\n"
+    assert len(set(prompts_in(out))) == 6
+    missing = [*words[:-1], tmp_path / "no" / "p.jsonl"]
+    assert run("prompts", "any", *missing).error == f"no folder '{tmp_path / 'no'}' for --out"
 
 
-def test_what_was_sampled_is_kept_when_it_stops(run, answering, tmp_path, monkeypatch) -> None:
+def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) -> None:
+    sample = prompts.sample_prompts
+
     def stopped(*words: Any, **options: Any) -> Any:
         yield "one\u2028two"
         raise KeyboardInterrupt
 
-    answering(rambling())
-    monkeypatch.setattr(prompts, "sample_prompts", stopped)
+    model = answering(rambling())
     out = tmp_path / "prompts.jsonl"
-    result = run("prompts", "any", "--out", out, "--count", "9", "--device", "cpu")
+    words = ("prompts", "any", "--out", out, "--count", "4", "--max-tokens", "24")
+    monkeypatch.setattr(prompts, "sample_prompts", stopped)
+    result = run(*words)
     assert result.code == 130
-    assert f"interrupted: 1 of 9 prompts are in {out}" in " ".join(result.err.split())
-    assert json.loads(out.read_text()) == {"prompt": "one\u2028two"}
+    said = " ".join(result.err.split())
+    assert f"interrupted: 1 of 4 prompts are in {out}; the same command goes on" in said
+    out.write_text(out.read_text() + '{"prompt": "thr')  # killed while it wrote
+    told: list[Any] = []
+
+    def noted(*words: Any, **options: Any) -> Any:
+        told.append(options)
+        return sample(*words, **options)
+
+    monkeypatch.setattr(prompts, "sample_prompts", noted)
+    assert run(*words).code == 0
+    assert prompts_in(out)[0] == "one\u2028two"
+    assert len(prompts_in(out)) == 4
+    [options] = told
+    assert options["known"] == ["one\u2028two"]
+    seed = options["seed"]
+    assert prompts_in(out)[1:] == list(sample(model, 3, 24, seed=seed))
+    assert seed != 0, "else what is known would be sampled again"
+    known = prompts_in(out)[1]
+    assert known not in list(sample(model, 3, 24, seed=seed, known=[known]))
+    out.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert 'prompts.jsonl:2: not {"prompt": ...}, as this' in run(*words).error

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from trainings import QUICK, ROWS, kill, one_line, run, train
 
-from setblock.finetune import Run, finetune
+from setblock.finetune import finetune
+from setblock.run import Run
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [

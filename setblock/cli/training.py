@@ -32,7 +32,11 @@ from setblock.cli.common import (
 def prompts(
     model_name: ModelName,
     out_file: Annotated[
-        Path, typer.Option("--out", help='JSONL file to write, {"prompt": ...} a line.')
+        Path,
+        typer.Option(
+            "--out",
+            help='JSONL file to write, {"prompt": ...} a line; one that is there is gone on with.',
+        ),
     ],
     count: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
     max_tokens: Annotated[int, typer.Option(help="Longer ones are left out.")] = 128,
@@ -51,29 +55,29 @@ def prompts(
     Then: setblock train --model MODEL --data FILE --chat --answers model ... What a chat model
     writes where its chat template has the user speak is what it knows of its users.
     """
-    from setblock.prompts import sample_prompts
+    from setblock.prompts import write_prompts
 
-    if out_file.exists():
-        raise ValueError(f"{out_file} exists already")
     if not out_file.parent.is_dir():
         raise ValueError(f"no folder {str(out_file.parent)!r} for --out")
     model = load_model(model_name, dtype, device, None)
-    options = {"max_tokens": max_tokens, "batch_size": batch_size, "seed": seed}
-    sampled = sample_prompts(model, count, **options, temperature=temperature, top_p=top_p)
+    options = {"max_tokens": max_tokens, "batch_size": batch_size, "temperature": temperature}
     done = 0
+
+    def progress(number: int) -> None:
+        nonlocal done
+        done = number
+        if number % max(count // 20, 1) == 0:
+            err.print(f"{number} of {count} prompts", style="dim")
+
     try:
-        for prompt in sampled:
-            with out_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")
-            done += 1
-            if done % max(count // 20, 1) == 0:
-                err.print(f"{done} of {count} prompts", style="dim")
+        done = write_prompts(model, out_file, count, seed, progress, top_p=top_p, **options)
     except KeyboardInterrupt:
         if done:
-            fail(f"interrupted: {done} of {count} prompts are in {out_file}", 130)
+            kept = f"{done} of {count} prompts are in {out_file}"
+            fail(f"interrupted: {kept}; the same command goes on", 130)
         raise
     if as_json:
-        print_json({"model": model_name, "out": str(out_file), "prompts": done, **options})
+        print_json({"model": model_name, "out": str(out_file), "prompts": done, "seed": seed})
         return
     out.print(f"{done} prompts in {out_file}", markup=False, highlight=False)
 
@@ -87,7 +91,8 @@ def train(
         list[str] | None,
         typer.Option(
             help="JSONL, JSON or Parquet file, or a dataset's hub name; may be given again. Rows "
-            "are prompt and completion, messages, or text; only answers have a loss."
+            "are prompt and completion, messages, or text; only answers have a loss. own:COUNT: "
+            "so many prompts that a chat model makes up itself, with --chat --answers model."
         ),
     ] = None,
     output_dir: Annotated[
@@ -167,7 +172,8 @@ def train(
 
     quiet_libraries()
     _check_packages()
-    from setblock.finetune import Run, finetune
+    from setblock.finetune import finetune
+    from setblock.run import Run
     from setblock.watch import Stopped
 
     typed = {
@@ -198,8 +204,8 @@ def train(
     except Stopped as stop:
         name = str(stop)
         fail(
-            f"stopped by {name} while the model answered; the same command goes on with the "
-            "answers it has",
+            f"stopped by {name} while the model wrote what it learns; the same command goes on "
+            "with what there is",
             128 + signal.Signals[name],
         )
     if as_json:
