@@ -3,29 +3,16 @@
 import base64
 import html
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
-from setblock.scores import Sample, compare
+from setblock.measured import Measured, read
 
-KINDS = (
-    "the records of `setblock evaluate`, `benchmark` and `tune` (--out), and what `setblock demo "
-    "--json` prints"
-)
-LINE = (
-    "task", "model", "mode", "solver", "n", "score", "interval", "tokens_per_forward", "wall_s",
-)  # fmt: skip
-COMPARISON = (
-    "task", "first", "second", "only_first", "only_second", "p_value", "identical_share",
-    "wall_clock_ratio",
-)  # fmt: skip
 PAGE = Path(__file__).with_name("report.html")
 
 
@@ -52,162 +39,6 @@ class Shown:
         body = "".join(row(one, "td") for one in self.rows)
         head = f"<h2>{html.escape(self.title)}</h2>"
         return f"{head}<div class=wide><table>{row(self.header, 'th')}{body}</table></div>"
-
-
-@dataclass
-class Measured:
-    """What the records hold, by kind.
-
-    accepted: for each of `scores` in mode "verified" whose samples are at hand, and where every
-    forward had a draft (a branch behind each length): of the forwards whose first j - 1 drafted
-    tokens were accepted, the share that had the j-th accepted as well.
-    """
-
-    origins: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[dict[str, Any]] = field(default_factory=list)
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
-    contenders: list[dict[str, Any]] = field(default_factory=list)
-    forwards: list[dict[str, Any]] = field(default_factory=list)
-    tunings: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    accepted: list[tuple[dict[str, Any], list[float]]] = field(default_factory=list)
-    samples: list[tuple[Path, dict[str, Any], list[Sample]]] = field(default_factory=list)
-
-
-def read(paths: Sequence[Path]) -> Measured:
-    """All records together.
-
-    Raises: ValueError naming a file that is none; OSError.
-    """
-    found = Measured()
-    for path in dict.fromkeys(path.resolve() for path in paths):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if "answers" in record:
-                _ = record["answers"][0]
-                found.answers += [_replayed(one) for one in record["answers"]]
-                continue
-            origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
-            found.origins.append({"file": path.name, **origin})
-            for run, line in enumerate(record["results"]):
-                if "contender" in line:
-                    found.contenders.append(line)
-                elif "finalists" in line:
-                    found.tunings.append(line)
-                else:
-                    _ = [line[name] for name in LINE]  # KeyError: a line of something else
-                    _, _ = line["interval"] or (0, 0)
-                    _ = float(line["tokens_per_forward"]), Path(line["model"])
-                    _ = line.get("settings", {}).get
-                    if wrong := _out_of_range(line):
-                        raise OutOfRange(f"{path}: results[{run}].{wrong}")
-                    found.scores.append(line)
-                    _read_samples(found, path, run, line)
-            for one in record.get("comparisons", []):
-                _ = [one[name] for name in COMPARISON]
-                sides = {n: _with_settings(one, n, record["results"]) for n in ("first", "second")}
-                found.comparisons.append({**one, **sides})
-            for line in record.get("forwards", []):
-                found.forwards.append({**line, "model": record["results"][0]["model"]})
-        except OutOfRange:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is no record; those are {KINDS}") from error
-    _pair_up(found)
-    _name_models(found)
-    return found
-
-
-class OutOfRange(ValueError):
-    """A record that was edited into what no command measures."""
-
-
-def _out_of_range(line: dict[str, Any]) -> str | None:
-    """What is wrong with the numbers of a line of scores, if anything."""
-    most = math.inf if line["task"] == PERPLEXITY else 1
-    low, high = line["interval"] or (line["score"], line["score"])
-    if line["score"] is not None and not 0 <= low <= line["score"] <= high <= most:
-        return f"score and interval must lie in 0 .. {most}: {line['score']}, {line['interval']}"
-    for name, least in (("n", 1), ("tokens_per_forward", 0), ("wall_s", 0)):
-        if not least <= line[name] < math.inf:
-            return f"{name} must be a number of at least {least}, got {line[name]}"
-    return None
-
-
-def _name_models(found: Measured) -> None:
-    """Call each model by its folder's name, or by its whole path where two have the same name."""
-    lines = [*found.scores, *found.contenders, *found.forwards, *found.tunings, *found.answers]
-    lines += [one[place] for one in found.comparisons for place in ("first", "second")]
-    models = dict.fromkeys(line["model"] for line in lines)
-    names = [Path(model).name for model in models]
-    for line in lines:
-        name = Path(line["model"]).name
-        line["model"] = name if names.count(name) == 1 else line["model"]
-
-
-def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
-    """What of an answer of the demo the page needs."""
-    names = ("prompt", "mode", "tokens", "reveal_step", "entropy", "nfe", "correct", "model")
-    _, _ = NAMES[answer["mode"]], Path(answer["model"])
-    return {name: answer[name] for name in names}
-
-
-def _with_settings(
-    one: dict[str, Any], side: str, lines: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """One side of a comparison; its settings from the one line it can be, if it has none."""
-    names = ("model", "mode", "solver")
-    own = {name: one[side][name] for name in names}
-    same = [line for line in lines if line["task"] == one["task"]]
-    same = [line for line in same if own == {name: line[name] for name in names}]
-    found = same[0].get("settings") if len(same) == 1 else None
-    return {"settings": found, **one[side]}
-
-
-def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
-    """Read the samples beside a record, and what they say of a line."""
-    file = path.with_suffix(".samples.jsonl")
-    samples = []
-    for row in file.read_text(encoding="utf-8").split("\n") if file.is_file() else ():
-        try:
-            sample = json.loads(row)
-        except ValueError:
-            continue  # cut short by a kill
-        if sample.pop("run") == run:
-            samples.append(Sample.from_json(sample))
-    if len(samples) == line["n"]:
-        found.samples.append((path, line, samples))
-    settings = line.get("settings", {})
-    always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
-    if line["mode"] == "verified" and always and (shares := _accepted(samples)):
-        found.accepted.append((line, shares))
-
-
-def _accepted(samples: Sequence[Sample]) -> list[float]:
-    """See `Measured`; of samples that say which forward revealed what."""
-    lengths: Counter[int] = Counter()
-    for sample in samples:
-        if sample.reveal_step:
-            counts = list(Counter(sample.reveal_step).values())
-            lengths.update(counts[1:-1])  # the prompt's forward has no draft, the last is cut
-    shares, most = [], max(lengths, default=1)
-    for drafted in range(1, most):
-        tried = sum(count for length, count in lengths.items() if length >= drafted)
-        shares.append(sum(n for length, n in lengths.items() if length > drafted) / tried)
-    return shares
-
-
-def _pair_up(found: Measured) -> None:
-    """Compare the first line on some problems with those of other records on the same ones."""
-    firsts: dict[Any, tuple[Path, dict[str, Any], list[Sample]]] = {}
-    for path, line, samples in found.samples:
-        place = [line.get(name) for name in ("task", "data_sha256", "split", "held_out", "shots")]
-        problems = (*place, frozenset(one.index for one in samples))
-        first = firsts.setdefault(problems, (path, line, samples))
-        if first[0] != path:
-            compared = compare(first[1], line, (first[2], samples))
-            # Seconds of different times, perhaps machines, make no ratio.
-            found.comparisons.append({**compared, "wall_clock_ratio": None})
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -296,7 +127,7 @@ def tables(found: Measured) -> list[Shown]:
 
 
 def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
-    form = ".3f" if line["task"] == "perplexity" else ".1%"
+    form = ".3f" if line["task"] == PERPLEXITY else ".1%"
     low_high = line["interval"] or ()
     return (
         f"{line['task']}, {name_of(line)}",
@@ -338,7 +169,7 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
         axes.set(xlabel=x, ylabel=y)
         return figure, axes
 
-    judged = [line for line in found.scores if line["interval"] and line["task"] != "perplexity"]
+    judged = [line for line in found.scores if line["interval"] and line["task"] != PERPLEXITY]
     if judged:
         figure, axes = panel("tokens per forward", "score, 95 % interval")
         curves = {(line["model"], line["task"]) for line in judged}
@@ -353,7 +184,7 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
             axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=f"{model}, {task}")
         axes.legend()
         save(figure, "score", "Score against tokens per forward")
-    answered = [line for line in found.scores if line["task"] != "perplexity"]
+    answered = [line for line in found.scores if line["task"] != PERPLEXITY]
     if answered:
         figure, axes = panel("", "tokens per forward")
         names = [f"{line['task']}\n{name_of(line)}" for line in answered]

@@ -4,15 +4,14 @@ Routes, messages, responses and server-sent events are those of `transformers se
 what it is told to do: which fields a request may have, and how the tokens are found.
 """
 
-import asyncio
 import json
 import logging
 import secrets
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,11 +25,11 @@ from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerateManager, GenerationState, Modality
+from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from setblock.engine import Engine, Failed, State, why
 from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
-from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.model import Model
 
 logger = logging.getLogger(__name__)
@@ -99,8 +98,8 @@ class Served:
                 )
             )
         except Exception as error:  # a template is a program: it may raise anything
-            why = " ".join(_why(error).split())
-            raise Refused("messages", f"do not fit the chat template: {why}") from None
+            reason = " ".join(why(error).split())
+            raise Refused("messages", f"do not fit the chat template: {reason}") from None
         self.check_length("messages", len(text))
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -113,149 +112,6 @@ class Served:
 
     def _encoded(self, ids: Any) -> transformers.BatchEncoding:
         return transformers.BatchEncoding({"input_ids": torch.tensor([list(ids)])})
-
-
-class Failed(str):
-    """In the place of a piece of text: the error that ended an answer on its way."""
-
-
-class Stream:
-    """One answer on its way: what the handlers ask of a streamer."""
-
-    def __init__(self, engine: "Engine", request_id: str) -> None:
-        self.engine, self.request_id = engine, request_id
-        self.total_tokens = 0
-        self.left = threading.Event()
-
-    def cancel(self) -> None:
-        """The client is gone: the answer ends with the forward that runs."""
-        self.left.set()
-        self.engine.done.pop(self.request_id, None)
-
-
-class Engine(GenerateManager):
-    """Answers one request at a time, on a thread of its own, in the order in which they came."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-        self.ending = threading.Event()  # the process is told to end
-        self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **_: Any
-    ) -> tuple[asyncio.Queue, Stream]:
-        """A queue of the committed pieces of text, in order, None at its end; and its stream."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        streamed = Stream(self, request_id)
-        reveals = self._begin(inputs, gen_config)
-
-        def put(item: Any) -> None:
-            # The loop may be closed while a server that is shut down still answers.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-
-        def run() -> None:
-            try:
-                for reveal in self._unless_ending(reveals):
-                    if reveal.text:
-                        put(reveal.text)
-                    if reveal.generation is not None:
-                        streamed.total_tokens = reveal.generation.num_tokens
-                        self._finish(request_id, gen_config, reveal.generation)
-                    if streamed.left.is_set():
-                        self.done.pop(request_id, None)
-                        return
-            except Refused as error:
-                put(Failed(error))
-            except Exception as error:
-                logger.exception("an answer failed")
-                put(Failed(_why(error)))
-            put(None)
-
-        self.submit(run)
-        return queue, streamed
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """(text, tokens of the prompt, ids of the answer)."""
-        reveals = self._begin(inputs, gen_config)
-
-        def run() -> Generation:
-            found = (one.generation for one in self._unless_ending(reveals))
-            return next(generation for generation in found if generation is not None)
-
-        generation = await self.async_submit(run)
-        self._finish(request_id, gen_config, generation)
-        return generation.text, generation.prompt_tokens, list(generation.token_ids)
-
-    def _begin(self, inputs: Any, asked: Asked) -> Iterator[Reveal]:
-        """The answer to come; what is wrong with the request is raised here, before any forward."""
-        ids = inputs["input_ids"][0].tolist()
-        context, limit = self.model.context_length, asked.limit
-        try:
-            if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
-                settings = settings_for(self.model, **asked.options)
-                size = settings.block_size if settings.mode == "sbd" else 1
-                limit = (context - len(ids)) // size * size
-                if limit < 1:
-                    block = "a token" if settings.mode != "sbd" else f"a block of {size}"
-                    raise Refused(
-                        asked.prompt,
-                        f"must leave room for {block} in the model's context of {context} tokens, "
-                        f"got {len(ids)} tokens",
-                    )
-            options: Any = {**asked.options, "max_new_tokens": limit}
-            return iter(stream(self.model, [ids], **options))
-        except (ValueError, TypeError) as error:
-            message = str(error).replace("max_new_tokens", asked.limited_by)
-            if message.startswith("prompt 0 "):  # the only one
-                message = message.replace("prompt 0", asked.prompt, 1)
-            field, _, why = message.partition(" ")
-            if field in asked.fields:
-                raise Refused(field, why) from None
-            raise Refused(None, message) from None
-
-    def _unless_ending(self, reveals: Iterator[Reveal]) -> Iterator[Reveal]:
-        """The reveals up to the answer's last; raises Refused once the process is told to end."""
-        going = True
-        while going:
-            if self.ending.is_set():
-                raise Refused(None, "the server is shutting down", 503)
-            reveal = next(reveals)
-            yield reveal
-            going = reveal.generation is None
-
-    def _finish(self, request_id: str, asked: Asked, generation: Generation) -> None:
-        if generation.finish_reason == "length":
-            asked.max_new_tokens = generation.num_tokens
-        settings = generation.settings
-        told = {
-            "mode": settings.mode,
-            "forwards": generation.nfe,
-            "tokens_per_forward": generation.tokens_per_forward,
-            "prefill_s": generation.prefill_s,
-            "decode_s": generation.decode_s,
-        }
-        if settings.uses_solver:
-            told["solver"] = str(settings.solver)
-        if settings.sampler.temperature:
-            told["seed"] = settings.sampler.seed
-        if asked.return_token_ids:
-            told["token_ids"] = list(generation.token_ids)
-        self.done[request_id] = told
-
-
-class State(GenerationState):
-    """Transformers' state of a server, with one engine for its one model."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine = engine
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:  # type: ignore[override]
-        return self.engine
 
 
 class Answers:
@@ -272,7 +128,7 @@ class Answers:
             raise
         except Exception as error:
             logger.exception("an answer failed")
-            raise Refused(None, _why(error), 500) from None
+            raise Refused(None, why(error), 500) from None
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         served: Served = self.model_manager
@@ -445,10 +301,6 @@ def _error(request: Request, error: Exception) -> JSONResponse:
 
 def _body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": None}}
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:

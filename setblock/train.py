@@ -19,21 +19,15 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from transformers import (
-    DynamicCache,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import objective
-from setblock.adapters import gate, is_gated
+from setblock.adapters import is_gated
 from setblock.batches import (
     Collator,
     cut,
@@ -47,10 +41,11 @@ from setblock.batches import (
 from setblock.card import card
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.head import Scores, Targets, check_head, scoring
-from setblock.masks import CLEAN, Layout, WholeRows
-from setblock.model import Model, attention_mask
+from setblock.head import check_head
+from setblock.masks import CLEAN, WholeRows
+from setblock.model import Model
 from setblock.totals import Totals
+from setblock.views import score
 
 # Fields for the model card: ours, and those of the optimizer and the data.
 OPTIONS = (
@@ -216,13 +211,15 @@ class SBDTrainer(SFTTrainer):
         mode = "train" if self.model.training else "eval"
         block_size = inputs.get("block_size", self.args.max_block_size)
         view = inputs["view"] if "view" in inputs else self._view(inputs, 0, block_size)
-        scores = self._scores(model, view)
+        share = self.args.self_distill
+        teachers = view.teachers(self._end) if share else None
+        scores = score(view, teachers, self.model, model, self.args.logits_chunk_size)
         losses = objective.sums(scores.nats, view)
         noisy = (view.layout.block != CLEAN)[view.supervised]
         self._totals[mode].add(scores, view, block_size, inputs)
         nats = losses.ntp_sum + self.args.matp_weight * losses.matp_sum
-        if share := self.args.self_distill:
-            taught = (view.teachers(self._end) >= 0)[view.supervised]
+        if teachers is not None:
+            taught = (teachers >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
         if not torch.isfinite(nats):
@@ -285,78 +282,6 @@ class SBDTrainer(SFTTrainer):
             self._last_means = means
         self._totals[mode] = Totals(self.accelerator.device, self.args.max_block_size)
         super().log(logs, start_time)
-
-    def _scores(self, model: torch.nn.Module, view: objective.View) -> Scores:
-        """Runs the network on a view and scores every label of it."""
-        supervised, distill = view.supervised, bool(self.args.self_distill)
-        teachers = view.teachers(self._end) if distill else None
-        needed = supervised if teachers is None else _with_teachers(supervised, teachers)
-        # Columns that any row needs: indices are what every supported transformers takes here.
-        columns = needed.any(dim=0).nonzero()[:, 0]
-        place = torch.zeros(supervised.shape[1], dtype=torch.long, device=supervised.device)
-        place[columns] = torch.arange(len(columns), device=place.device)
-        row, column = supervised.nonzero(as_tuple=True)
-        own = None
-        if teachers is not None:
-            own = teachers[supervised]
-            own = torch.where(own < 0, -1, row * len(columns) + place[own.clamp(min=0)])
-        targets = Targets(row * len(columns) + place[column], view.labels[supervised], own)
-        inputs: dict[str, Any] = {
-            "input_ids": view.tokens,
-            "position_ids": view.layout.position,
-            "attention_mask": self._mask(view, view.layout, view.layout),
-            "use_cache": False,
-            **gate(self.model, view.layout),
-        }
-        if self.gated and any(isinstance(module, CheckpointWrapper) for module in model.modules()):
-            raise ValueError(
-                "a gated adapter does not know its tokens again when FSDP recomputes a layer: set "
-                "fsdp_activation_checkpointing to false"
-            )
-        # A layer that runs again in the backward pass would write to the cache again.
-        recomputing = any(
-            getattr(module, "gradient_checkpointing", False) for module in model.modules()
-        )
-        if self.gated and not distill and not recomputing and view.matp_labels.shape[1]:
-            columns = columns - view.num_clean  # a gated view has labels in its noisy half alone
-            inputs = self._noisy_half_only(model, view)
-        with scoring(self.model, targets, self.args.logits_chunk_size):
-            output = model(**inputs, logits_to_keep=columns).logits
-        nats, right, divergence = output.unbind(dim=1)
-        return Scores(nats, right.detach() > 0, divergence)
-
-    def _noisy_half_only(self, model: torch.nn.Module, view: objective.View) -> dict[str, Any]:
-        """Inputs for the noisy half, over the clean half's keys and values.
-
-        Those come from frozen weights: no gradient, no head, and nothing kept for the backward pass
-        of two thirds of the work that the whole view would be.
-        """
-        first, layout = view.num_clean, view.layout
-        clean, noisy = (
-            layout.map(lambda tensor, part=part: tensor[:, part])
-            for part in (slice(first), slice(first, None))
-        )
-        cache = DynamicCache()  # without a config: no layer drops what our masks still need
-        with torch.no_grad():
-            model(
-                input_ids=view.tokens[:, :first],
-                position_ids=clean.position,
-                attention_mask=self._mask(view, clean, clean),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return {
-            "input_ids": view.tokens[:, first:],
-            "position_ids": noisy.position,
-            "attention_mask": self._mask(view, noisy, layout),
-            "past_key_values": cache,
-            "use_cache": True,
-            **gate(self.model, noisy),
-        }
-
-    def _mask(self, view: objective.View, queries: Layout, keys: Layout) -> Any:
-        return attention_mask(self.model, queries, keys, rows=view.rows)
 
     def forget(self) -> None:
         """Drops what the next line of the log would report."""
@@ -514,15 +439,6 @@ class SBDTrainer(SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "labels", "sample_id", "seq_lengths"]
-
-
-def _with_teachers(
-    supervised: Bool[Tensor, "batch length"], teachers: Int[Tensor, "batch length"]
-) -> Bool[Tensor, "batch length"]:
-    row, column = (teachers >= 0).nonzero(as_tuple=True)
-    needed = supervised.clone()
-    needed[row, teachers[row, column]] = True
-    return needed
 
 
 def refuse_split_rows(parallelism: ParallelismConfig | None) -> None:

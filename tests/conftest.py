@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,38 @@ def short_demo(monkeypatch) -> None:
         return original(*words, **options | {"max_new_tokens": 4})
 
     monkeypatch.setattr("setblock.live.stream", short)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    from setblock import load
+
+    return load("nano")
+
+
+@pytest.fixture(scope="module")
+def app(nano):
+    from setblock.serve import build
+
+    return build(nano, "nano")
+
+
+@pytest.fixture(scope="module")
+def address(app) -> Iterator[str]:
+    """Where the bundled model is served meanwhile."""
+    from servers import serving
+
+    with serving(app) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def client(address) -> Iterator[Any]:
+    """OpenAI's, of that server."""
+    from servers import client_of
+
+    with client_of(address) as made:
+        yield made
 
 
 def copied(checkpoint: Path, folder: Path, file: str, **changes: Any) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from setblock import evaluate, nano, report
+from setblock import evaluate, measured, nano, report
 from setblock.loading import load
 from setblock.records import new_record, save_record
 
@@ -116,7 +116,7 @@ def test_acceptance_by_offset(folder, tmp_path):
     older = {name: value for name, value in sample.items() if name != "reveal_step"}
     rows = [json.dumps({"run": 0, **one}) for one in (sample, older)]
     (tmp_path / "some.samples.jsonl").write_text("\n".join([*rows, rows[0][:20]]))
-    [(found, shares)] = report.read([tmp_path / "some.json"]).accepted
+    [(found, shares)] = measured.read([tmp_path / "some.json"]).accepted
     assert report.name_of(found) == f"{folder.name} verified k=4 4+0"
     assert shares == [
         3 / 4,
@@ -135,13 +135,13 @@ def test_models_of_the_same_name_are_told_apart(run, records, tmp_path):
         line["model"] = "elsewhere/" + Path(line["model"]).name
     other = tmp_path / "other.json"
     other.write_text(json.dumps(record))
-    found = report.read([records["scores"], other, records["scores"], records["bench"]])
+    found = measured.read([records["scores"], other, records["scores"], records["bench"]])
     assert len(found.scores) == 2 * len(record["results"])
     names = {line["model"] for line in found.scores}
     assert len(names) == 2
     assert all("/" in name for name in names)
     assert {line["model"] for line in found.forwards} < names
-    assert {line["model"] for line in report.read([other]).scores} == {Path(min(names)).name}
+    assert {line["model"] for line in measured.read([other]).scores} == {Path(min(names)).name}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_answers_are_paired_across_records(run, folder, tmp_path):
     for file, size, task in zip(files, ("1", "2", "1"), ("json", "json", "lists"), strict=True):
         words = ("--task", task, "--limit", "2", "--max-new-tokens", "8", "--batch-size", size)
         run("evaluate", folder, *words, "--mode", "sbd", "--out", file)
-    found = report.read(files)
+    found = measured.read(files)
     [pair] = found.comparisons
     assert (pair["task"], pair["n"], pair["identical_share"]) == ("json", 2, 1.0)
     assert pair["wall_clock_ratio"] is None

@@ -1,0 +1,187 @@
+"""`setblock serve` in a process of its own, the load example, and `transformers serve`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import QUESTIONS, client_of, streamed, wait_for
+
+from setblock.export import export
+from setblock.generation import generate
+from setblock.loading import load
+
+
+def test_an_exported_checkpoint_behind_stock_transformers_serve(nano, tmp_path):
+    """`transformers serve` itself, which runs the checkpoint's own code."""
+    folder = str(tmp_path / "exported")
+    export(nano, tmp_path / "exported")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [str(Path(sys.executable).with_name("transformers")), "serve", folder]
+    words = ["--trust-remote-code", "--device", "cpu", "--dtype", "float32"]
+    process = subprocess.Popen(
+        [*program, *words, "--host", "127.0.0.1", "--port", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        with client_of(f"http://127.0.0.1:{port}") as client:
+            for question in QUESTIONS:
+                given: Any = {"model": folder, "messages": [{"role": "user", "content": question}]}
+                given["max_tokens"] = 256  # its own default of 1,024 is all of the model's context
+                expected = generate(nano, question, chat=True)[0].text
+                answer = client.chat.completions.create(**given)
+                assert answer.choices[0].message.content == expected
+                pieces, _ = streamed(client.chat.completions.create(**given, stream=True))
+                assert "".join(pieces) == expected
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_load_example(address, tmp_path):
+    """Every mode is asked; a share of the clients leave, and none of the others is lost."""
+    script = Path(__file__).parent.parent / "examples" / "serve_load.py"
+    words = ["--url", f"{address}/v1", "--model", "nano", "--mode", "ntp", "--mode", "verified"]
+    words += ["--concurrency", "2", "--requests", "6", "--repeats", "1", "--leave-every", "3"]
+    words += ["--transformers", "--out", str(tmp_path / "load.json")]
+    words += ["--server-pid", str(os.getpid())]
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, check=False,
+        env={**os.environ, "COLUMNS": "120"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "per forward" in done.stdout
+    lines = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert [(one["mode"], one["concurrency"]) for one in lines] == [("ntp", 2), ("verified", 2)]
+    for line in lines:
+        assert (line["requests"], line["left"], line["lost"]) == (6, 2, 0)
+        assert line["tokens"] > 40
+        assert line["after"]["rss_bytes"] > 1e6
+        assert line["after_each_round"] == [line["after"]]
+        assert line["first_text_s"][0] <= line["first_text_s"][1]
+    assert lines[0]["throughput_ratio"] == 1
+    assert lines[0]["tokens"] == lines[1]["tokens"], "verified says what ntp says"
+
+
+def test_the_command_serves_until_it_is_told_to_stop(trained):
+    words = ["--host", "127.0.0.1", "--port", "0", "--mode", "sbd", "--solver", "fixed:2"]
+    words += ["--block-size", "4", "--dtype", "float32", "--device", "cpu", "--json"]
+    program = [str(Path(sys.executable).with_name("setblock")), "serve", str(trained), *words]
+    process = subprocess.Popen(
+        program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, restore_signals=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert told["solver"] == "fixed:2"
+        with client_of(told["url"].removesuffix("/v1")) as client:
+            answer: Any = client.completions.create(
+                model=str(trained), prompt="hi secret", max_tokens=8,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+        expected = generate(
+            load(trained), "hi secret", solver="fixed:2", block_size=4, max_new_tokens=8
+        )[0]
+        assert answer.setblock["token_ids"] == list(expected.token_ids)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (130, "")
+    assert "secret" not in err
+
+
+SLOW = """
+import time
+from setblock.model import Model
+forward = Model.forward
+def slow(*given, **more):
+    time.sleep(0.2)
+    return forward(*given, **more)
+Model.forward = slow
+from setblock.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_answers_under_way(number):
+    """One is streamed, others wait for their turn; each would take minutes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "serve", "nano", "--port", "0", "--device", "cpu", "--json"],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"] + "/completions"
+        body: Any = {"prompt": "2 + 2", "mode": "ntp", "ignore_eos": True, "max_tokens": 900}
+        begun = threading.Event()
+
+        def streamed_text() -> str:
+            text = ""
+            with httpx.stream("POST", url, json={**body, "stream": True}, timeout=30) as response:
+                for piece in response.iter_text():
+                    text += piece
+                    begun.set()
+            return text
+
+        with ThreadPoolExecutor(2) as pool:
+            streaming = pool.submit(streamed_text)
+            assert begun.wait(60)
+            waiting = pool.submit(httpx.post, url, json=body, timeout=30)
+            time.sleep(0.5)
+            start = time.perf_counter()
+            process.send_signal(number)
+            process.communicate(timeout=20)
+            assert time.perf_counter() - start < 4
+            assert '"message": "the server is shutting down"' in streaming.result()
+            answer = waiting.result()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "the server is shutting down"
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "was never trained for set block decoding"),
+        (["--allow-untrained", "--solver", "best"], "solver must be one of"),
+        (["--allow-untrained", "--mask-token-id", "99999"], "mask token 99999"),
+        (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
+        (["--api-key", "secret"], "--api-key is for engine vllm"),
+        (["--adaptive"], "--adaptive is for engine vllm"),
+        (["--fused"], "--fused is for engine vllm"),
+        (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
+        (["--engine", "vllm", "--json"], "--json is for engine transformers"),
+        (["--engine", "fast"], "Invalid value for '--engine'"),
+    ],
+)
+def test_refused_before_it_listens(run, untrained, words, message):
+    assert message in run("serve", untrained, "--port", "0", *words).error
+
+
+def test_a_port_that_is_taken(run, trained):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        error = run("serve", trained, "--port", port).error
+    assert error == f"can't listen on 127.0.0.1:{port}: Address already in use"
