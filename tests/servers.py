@@ -17,8 +17,6 @@ from setblock.generation import Generation
 from setblock.nano import problems
 
 USER = {"role": "user", "content": "hi"}
-
-
 QUESTIONS = tuple(problems(name, "validation", 1)[0].prompt for name in ("arithmetic", "json"))
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_train import MASK, config, network, samples, tokenizer
-from test_train import trainer as plain_trainer
+from trainers import MASK, config, network, samples, tokenizer
+from trainers import trainer as plain_trainer
 
 from setblock import adapters, objective
 from setblock.masks import CLEAN, causal_layout, decoding_layout

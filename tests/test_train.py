@@ -1,140 +1,24 @@
 """The trainer: trl's, with eq. 14 of arXiv:2509.04185 for a loss. On the CPU, in float32."""
 
-import copy
-import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
 import pytest
 import torch
-from accelerate import FullyShardedDataParallelPlugin
-from accelerate.parallelism_config import ParallelismConfig
-from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from datasets import Dataset
+from trainers import SHAPES, SIZES, config, logged, network, samples, steps, trainer, weights
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import loading, objective
 from setblock.batches import Collator
 from setblock.checkpoint import ModelError
-from setblock.config import SBDConfig
-from setblock.estimate import describe, estimate
 from setblock.masks import CLEAN, PADDING, visible
-from setblock.train import SBDTrainer, refuse_split_rows
-
-SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
-MASK = SPECIAL.index("<mask>")
-VOCAB = 40
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-
-
-def tokenizer():
-    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCAB))]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = Whitespace()
-    names = {f"{word.strip('<>')}_token": word for word in SPECIAL}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
-# SmolLM2 is a Llama with tied embeddings and three query heads to a key head.
-SHAPES: dict[str, Any] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-    "smollm2": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            **{**SIZES, "hidden_size": 24, "num_attention_heads": 3}, tie_word_embeddings=True
-        ),
-    ),
-}
-
-
-def network(shape="llama"):
-    torch.manual_seed(0)
-    kind, config = SHAPES[shape]
-    return kind(copy.deepcopy(config))
-
-
-def samples(num_rows=8, prompt=3):
-    """Token rows of several lengths, the first tokens of each without a label."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for i in range(num_rows):
-        length = 6 + 5 * i % 9
-        ids = torch.randint(len(SPECIAL), VOCAB - 1, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return rows
-
-
-def config(folder, cls: Any = SBDConfig, **changes):
-    settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "activation_checkpointing": False,
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",  # Adam would blow differences of the last bit up to a whole step
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return cls(output_dir=str(folder), **{**settings, **changes})
-
-
-def trainer(folder, rows=None, *, net=None, eval_dataset=None, **changes) -> Any:
-    if not isinstance(rows, (Dataset, IterableDataset)):
-        rows = Dataset.from_list(samples() if rows is None else rows)
-    return SBDTrainer(
-        net or network(),
-        config(folder, **changes),
-        train_dataset=rows,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer(),
-    )
-
-
-def logged(trained, name):
-    return [line[name] for line in trained.state.log_history if name in line]
-
-
-def weights(trained):
-    return torch.cat([weight.detach().flatten() for weight in trained.model.parameters()])
-
-
-def steps(trained, num_batches=1):
-    """The views of an optimizer step, as the training loop asks for them."""
-    batches, count = trained.get_batch_samples(
-        iter(trained.get_train_dataloader()), num_batches, torch.device("cpu")
-    )
-    return [batch["view"] for batch in batches], count
+from setblock.train import SBDTrainer
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -186,22 +70,6 @@ def test_resume_changes_nothing(tmp_path, shape):
     for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size"):
         assert logged(resumed, name) == logged(straight, name)
     assert torch.equal(weights(resumed), weights(straight))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_packed_is_unpacked(tmp_path, shape):
-    options = {"max_steps": 2, "per_device_train_batch_size": 8}
-    apart = trainer(tmp_path, net=network(shape), **options)
-    packed = trainer(tmp_path, net=network(shape), packing=True, max_length=24, **options)
-    [view], count = steps(packed)
-    assert len(view.tokens) < 8
-    assert int(view.layout.document.max()) > 0
-    assert count == steps(apart)[1]
-    for run in (apart, packed):
-        run.train()
-    for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio"):
-        assert logged(packed, name) == pytest.approx(logged(apart, name), abs=1e-5)
-    assert (weights(apart) - weights(packed)).abs().max() < 1e-5
 
 
 def test_block_size_belongs_to_the_step_and_noise_to_the_epoch(tmp_path):
@@ -288,50 +156,6 @@ def test_bfloat16_stays_close(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"prompt": "w5 w6 w7 w8", "completion": " w9 w10 w11 w12 w13 w14"}] * 4,
-        [
-            {
-                "input_ids": [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 2],
-                "completion_mask": [0] * 4 + [1] * 7,
-            }
-        ]
-        * 4,
-    ],
-    ids=["prompt-completion", "completion-mask"],
-)
-def test_prompts_are_neither_masked_nor_learned(tmp_path, rows):
-    run = trainer(tmp_path, rows, end_fill=0)
-    masked = torch.zeros(11, dtype=torch.bool)
-    for epoch in range(8):
-        run.state.epoch = epoch
-        [view], _ = steps(run)
-        length = view.num_clean
-        assert view.tokens[0, :length].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 2]
-        assert view.ntp_labels[0].tolist() == [-100] * 3 + [9, 10, 11, 12, 13, 14, 2, -100]
-        places = view.layout.position[:, length:][view.tokens[:, length:] == MASK]
-        masked[places] = True
-    assert masked.tolist() == [False] * 4 + [True] * 7
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_plain_text_learns_every_token(tmp_path, stream):
-    rows = Dataset.from_list([{"text": "w5 w6 w7"}] * 8)
-    run = trainer(tmp_path, rows.to_iterable_dataset() if stream else rows, end_fill=0)
-    [view], _ = steps(run)
-    assert view.ntp_labels[0].tolist() == [6, 7, 2, -100]
-    run.train()
-    assert len(logged(run, "matp_loss")) == 4
-
-
-def test_prepared_datasets_can_skip_preparation(tmp_path):
-    run = trainer(tmp_path, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)
-    run.train()
-    assert len(logged(run, "matp_loss")) == 1
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kept_idle_blocks_change_no_loss_and_no_weight(tmp_path, shape):
     runs = [
@@ -397,28 +221,6 @@ def test_checkpoints_know_their_mask_token(tmp_path):
     assert continued.mask_token_id == 39
 
 
-def test_collator_pads_on_the_right_to_a_multiple():
-    batch = Collator(pad_token_id=0, multiple=4)(
-        [
-            {
-                "input_ids": [5, 6, 7],
-                "labels": [-100, 6, 7],
-                "sample_id": [9, 9, 4],
-                "seq_lengths": [2, 1],
-            },
-            {"input_ids": [8], "labels": [8], "sample_id": 2},
-        ]
-    )
-    assert {name: value.tolist() for name, value in batch.items()} == {
-        "input_ids": [[5, 6, 7, 0], [8, 0, 0, 0]],
-        "labels": [[-100, 6, 7, -100], [8, -100, -100, -100]],
-        "position_ids": [[0, 1, 0, 0], [0, 0, 0, 0]],
-        "document": [[0, 0, 1, -1], [0, -1, -1, -1]],
-        "sample_id": [[9, 4], [2, 0]],
-        "lengths": [[2, 1], [1, 0]],
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -465,26 +267,6 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path, monkeypatch):
         Collator(0)([{"input_ids": [5], "labels": [5], "sample_id": 0, "seq_lengths": [1]}])
 
 
-def test_rows_cut_into_pieces_are_refused():
-    with pytest.raises(ValueError, match="must be 1, got cp_size=2, sp_size=1"):
-        refuse_split_rows(ParallelismConfig(cp_size=2))
-    refuse_split_rows(ParallelismConfig(tp_size=2))
-    refuse_split_rows(None)
-
-
-def test_batches_that_teach_nothing_or_break_are_refused(tmp_path):
-    silent = [{**row, "labels": [-100] * len(row["input_ids"])} for row in samples(4)]
-    with pytest.raises(ValueError, match=r"a batch of step 0 has no labels: .* samples \[0, 1"):
-        trainer(tmp_path, silent, max_length=None, train_sampling_strategy="sequential").train()
-    spoilt = [{"input_ids": [5, MASK, 6], "labels": [5, MASK, 6]}]
-    with pytest.raises(ValueError, match=r"step 0 holds the mask token 3 in its text.*\[0\]"):
-        trainer(tmp_path, Dataset.from_list(spoilt).to_iterable_dataset()).train()
-    net = network()
-    net.lm_head.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match="the loss of step 1 is not finite: next-token nan"):
-        trainer(tmp_path, net=net).train()
-
-
 def probabilities(run, view):
     """log p at every token of a view, by a plain forward."""
     with torch.no_grad():
@@ -516,53 +298,6 @@ def test_weight_and_distillation_by_hand(tmp_path, weight, share, chunk):
         expected += weight * own
     loss = run.compute_loss(run.model, batches[0], num_items_in_batch=count)
     assert loss.item() == pytest.approx(expected / int(count), abs=1e-5)
-
-
-def test_end_fill_lets_blocks_reach_behind_the_end(tmp_path):
-    rows = Dataset.from_list([{"prompt": "w5 w6", "completion": " w7"}] * 8)
-    for settings, fill in (({}, 15), ({"end_fill": 0}, 0), ({"max_block_size": 4}, 3)):
-        run = trainer(tmp_path, rows, **settings)
-        [row] = run.train_dataset.select([0]).to_list()
-        assert row["input_ids"] == [5, 6, 7, 2] + [2] * fill
-        assert row["labels"] == [-100, -100, 7, 2] + [2] * fill
-    twin = trainer(tmp_path, rows, objective="ntp")
-    assert twin.train_dataset[0]["input_ids"] == [5, 6, 7, 2]
-    # a line break of a chat template behind the end gives way; an end in the prompt is none
-    behind = [{"input_ids": [5, 2, 9], "labels": [-100, 2, 9]}] * 8
-    assert trainer(tmp_path, behind, end_fill=2).train_dataset[0]["input_ids"] == [5, 2, 2, 2]
-    prompt = [{"input_ids": [5, 2, 9], "labels": [-100, -100, 9]}] * 8
-    assert trainer(tmp_path, prompt).train_dataset[0]["input_ids"] == [5, 2, 9]
-
-
-def test_cut_rows_are_counted(tmp_path, caplog):
-    caplog.set_level("WARNING", logger="setblock.batches")
-    run = trainer(tmp_path, max_length=8)
-    assert max(map(len, run.train_dataset["input_ids"])) == 8
-    lengths = [len(row["input_ids"]) for row in samples()]
-    longer = sum(length > 8 for length in lengths)
-    assert f"train dataset: {longer} of 8 rows were longer than max_length=8" in caplog.text
-    caplog.clear()
-    trainer(tmp_path, max_length=100)
-    assert not caplog.text
-    with pytest.raises(ValueError, match=r"none of the 8 rows .* within max_length=3"):
-        trainer(tmp_path, max_length=3)
-
-
-def test_mask_token_in_the_text_is_found_before_the_first_step(tmp_path):
-    rows = samples()
-    rows[5]["input_ids"][1] = MASK
-    with pytest.raises(ValueError, match="row 5 of the train dataset holds the mask token 3"):
-        trainer(tmp_path, rows)
-
-
-def test_fill_stays_within_max_length_and_packs(tmp_path):
-    rows = [{"input_ids": [5, 6, 7, 2], "labels": [-100, 6, 7, 2]}] * 8
-    apart = trainer(tmp_path, rows, max_length=12)
-    assert set(map(len, apart.train_dataset["input_ids"])) == {12}
-    packed = trainer(tmp_path, rows, max_length=40, packing=True, max_block_size=8)
-    alone = trainer(tmp_path, rows, max_length=40, max_block_size=8)
-    assert set(map(len, alone.train_dataset["input_ids"])) == {11}
-    assert {n for row in packed.train_dataset["seq_lengths"] for n in row} == {11}
 
 
 def test_log_file_holds_what_was_logged_and_more(tmp_path):
@@ -604,157 +339,3 @@ def test_accuracy_by_offset_and_mask_rate_is_that_of_each_label(tmp_path):
                 assert index not in found
             else:
                 assert share == pytest.approx(sum(found[index]) / len(found[index]))
-
-
-def train_on_this_rank(folder, shape):
-    run = trainer(
-        folder,
-        net=network(shape),
-        per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
-        train_sampling_strategy="sequential",
-    )
-    run.train()
-    if run.accelerator.is_main_process:
-        record = {name: logged(run, name) for name in ("loss", "ntp_loss", "matp_loss")}
-        record["weights"] = weights(run).tolist()
-        (folder / "record.json").write_text(json.dumps(record))
-    return run
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """on_two_ranks(job): the folder of a job of this file, every shape's record in a folder of its
-    own. Two processes, which torchrun starts, ran it, once for all tests.
-    """
-
-    @functools.cache
-    def folder_of(job):
-        folder = tmp_path_factory.mktemp(job)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *launch, __file__, job, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return folder
-
-    return folder_of
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_ranks_are_one(tmp_path, on_two_ranks, shape):
-    train_on_this_rank(tmp_path, shape).leave()
-    places = (tmp_path, on_two_ranks("train") / shape)
-    records = [json.loads((place / "record.json").read_text()) for place in places]
-    for name, values in records[0].items():
-        assert values == pytest.approx(records[1][name], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("plugin", "replicas", "shards"),
-    [
-        ({"fsdp_version": 2}, 1, 8),
-        ({"fsdp_version": 2}, 2, 4),
-        ({"fsdp_version": 1}, 1, 8),
-        ({"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD"}, 1, 4),
-        ({"fsdp_version": 1, "sharding_strategy": "NO_SHARD"}, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("told", [True, False])  # by the launcher: processes of a machine
-def test_the_estimate_of_one_shard(tmp_path, monkeypatch, plugin, replicas, shards, told):
-    run = trainer(tmp_path, optim="adamw_torch")
-    whole = estimate(run)
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin)),
-        num_processes=8,
-        parallelism_config=ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=8),
-    )
-    if told:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    else:
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(run, "accelerator", accelerator)
-    monkeypatch.setattr(run, "is_fsdp_enabled", True)
-    cost = estimate(run)
-    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
-        assert cost[name] == whole[name] // shards
-    assert cost["tokens_per_second"] is cost["seconds"] is None
-    line = describe(cost)
-    assert (f"GiB in each of {shards} processes beside" in line) == (shards > 1)
-    assert line.endswith("time is not estimated where processes share the weights")
-    assert "time is not" not in describe(whole)
-
-
-def shard_on_this_rank(folder, shape):
-    """Three steps of a network that FSDP2 has cut up, half of the rows a rank: the first one's
-    gradients, the weights behind the last, and the losses.
-    """
-    run = trainer(
-        folder,
-        net=two_layers(shape),
-        per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
-        train_sampling_strategy="sequential",
-        self_distill=0.5,
-        logits_chunk_size=7,
-    )
-    network = run.model
-    sharded = run.accelerator.num_processes > 1
-    if sharded:
-        for layer in network.model.layers:
-            fully_shard(layer)
-        fully_shard(network)
-    loader = run.accelerator.prepare(run.get_train_dataloader()) if sharded else None
-    loader = loader or run.get_train_dataloader()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    network.train()
-    record = {}
-    for step in range(3):
-        run.state.global_step, run.state.epoch = step, step
-        [batch], count = run.get_batch_samples(iter(loader), 1, torch.device("cpu"))
-        loss = run.compute_loss(network, batch, num_items_in_batch=count)
-        loss.backward()
-        losses = run.accelerator.gather(loss.detach().reshape(1))
-        record[f"loss {step}"] = losses.mean().item()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        if step == 0:
-            record |= {f"gradient of {name}": of.grad for name, of in network.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    record |= network.state_dict()
-    whole = {
-        name: value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
-        for name, value in record.items()
-    }
-    if run.accelerator.is_main_process:
-        values = {name: value.tolist() for name, value in whole.items()}
-        (folder / "record.json").write_text(json.dumps(values))
-    return run
-
-
-def two_layers(shape):
-    torch.manual_seed(0)
-    kind, config = SHAPES[shape]
-    settings = {**config.to_diff_dict(), "num_hidden_layers": 2}
-    settings.pop("layer_types", None)
-    return kind(type(config)(**settings))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_shards_are_one(tmp_path, on_two_ranks, shape):
-    """FSDP2 over two gloo ranks; accelerate itself offers it on accelerators only."""
-    shard_on_this_rank(tmp_path, shape).leave()
-    places = (tmp_path, on_two_ranks("shard") / shape)
-    records = [json.loads((place / "record.json").read_text()) for place in places]
-    assert records[0].keys() == records[1].keys()
-    for name, values in records[0].items():
-        assert torch.tensor(values).abs().max() > 0
-        assert torch.allclose(torch.tensor(values), torch.tensor(records[1][name]), atol=1e-6)
-
-
-JOBS = {"train": train_on_this_rank, "shard": shard_on_this_rank}
-
-if __name__ == "__main__":
-    last = None
-    for shape in SHAPES:
-        folder = Path(sys.argv[2]) / shape
-        folder.mkdir(exist_ok=True)
-        last = JOBS[sys.argv[1]](folder, shape)
-    last and last.leave()
