@@ -29,6 +29,7 @@ LEVELS = (
         "checkpoint",
         "card",
         "fields",
+        "kinds",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks", "resume"),
     ("mask_token", "batches", "totals", "plan", "graphs"),
