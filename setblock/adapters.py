@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from setblock.masks import CLEAN, Layout
@@ -97,16 +100,34 @@ class Addition(torch.nn.Module):
         super().__init__()
         kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
         kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
-        self.down, self.up = layer.lora_A[adapter].to(kind), layer.lora_B[adapter].to(kind)
-        if self.up.bias is not None:
+        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+        if up.bias is not None:
             raise ValueError("a gated adapter has no biases: lora_bias must be false")
-        with torch.no_grad():  # the scaling once and for all
-            self.up.weight *= layer.scaling[adapter]
+        scaled = up.weight.detach() * layer.scaling[adapter]
+        # As products want them, [in, rank] and [rank, out].
+        self.down = Parameter(down.weight.detach().t().to(kind).contiguous(), requires_grad=False)
+        self.up = Parameter(scaled.t().to(kind).contiguous(), requires_grad=False)
 
-    def forward(self, hidden: torch.Tensor, noisy: torch.Tensor) -> torch.Tensor:
-        """Zeros for tokens that are not noisy, [..., 1]."""
-        thin = self.down(hidden.to(self.down.weight.dtype))
-        return self.up(torch.where(noisy, thin, 0.0)).to(hidden.dtype)
+    def forward(
+        self,
+        result: Float[Tensor, "... width"],
+        hidden: Float[Tensor, "... hidden"],
+        noisy: Bool[Tensor, "... 1"],
+    ) -> Float[Tensor, "... width"]:
+        """`result`, to which the additions of noisy tokens were added in place."""
+        tokens = hidden.reshape(-1, hidden.shape[-1]).to(self.down.dtype)
+        if torch.compiler.is_compiling() and hidden.device.type == "cpu":
+            # For a few tokens a loop of the compiler's is quicker than a call of a library's.
+            thin = (tokens[:, :, None] * self.down).sum(dim=1)
+        else:
+            thin = torch.mm(tokens, self.down)
+        thin = torch.where(noisy.reshape(-1, 1), thin, 0.0)
+        flat = result.view(-1, result.shape[-1])
+        if flat.dtype == thin.dtype:
+            flat.addmm_(thin, self.up)
+        else:
+            flat += torch.mm(thin, self.up)
+        return result
 
 
 class GatedLinear(torch.nn.Module):
@@ -124,7 +145,7 @@ class GatedLinear(torch.nn.Module):
         result = self.base(hidden)
         if self.gate.noisy is None:
             return result
-        return result + self.addition(hidden, self.gate.noisy)
+        return self.addition(result, hidden, self.gate.noisy)
 
 
 class MaskEmbedding(torch.nn.Module):

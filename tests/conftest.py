@@ -255,6 +255,18 @@ def client(address) -> Iterator[Any]:
         yield made
 
 
+def gated_adapter(base: Any, folder: Path) -> Any:
+    """The peft model of a gated adapter on this model's network, as saved in the folder."""
+    from setblock.adapters import attach
+
+    made = attach(base.network, base.name, "gated", base.mask_token_id, rank=4, alpha=8)
+    for weight in made.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.3)
+    made.save_pretrained(folder)
+    return made
+
+
 def copied(checkpoint: Path, folder: Path, file: str, **changes: Any) -> Path:
     """A copy of a checkpoint with changes in one of its JSON files."""
     shutil.copytree(checkpoint, folder)

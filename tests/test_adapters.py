@@ -146,18 +146,23 @@ def test_what_decodes_computes_what_was_trained(tmp_path):
     assert not torch.allclose(found[noisy], plain[noisy], atol=1e-2)
 
 
-def test_what_a_clean_token_would_add_does_not_matter():
-    """Not even where it is no number."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_clean_token_would_add_does_not_matter(dtype):
+    """Not even where it is no number; dtype: of a base whose weights have another."""
     net: Any = adapted()
     layer = net.base_model.model.model.layers[0].self_attn.q_proj
     hidden = torch.randn(1, 3, layer.in_features)
     hidden[0, 0, 0] = torch.inf
     noisy = torch.tensor([[[False], [True], [True]]])
-    with torch.no_grad():
-        found = adapters.Addition(layer, "default")(hidden, noisy)
-    assert torch.equal(found[0, 0], torch.zeros_like(found[0, 0]))
-    assert found[0, 1:].isfinite().all()
-    assert found[0, 1:].abs().min() > 0
+    said = torch.randn(1, 3, layer.out_features).to(dtype)
+    result = said.clone()
+    assert adapters.Addition(layer, "default")(result, hidden, noisy) is result
+    assert torch.equal(result[0, 0], said[0, 0])
+    assert result[0, 1:].isfinite().all()
+    expected = said + layer.lora_B["default"](layer.lora_A["default"](hidden)) * 2
+    assert (expected - said)[0, 1:].abs().min() > 0
+    close: Any = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(result[0, 1:], expected[0, 1:].to(dtype), **close)
 
 
 def test_biases_of_an_adapter_are_refused():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import gated_adapter
 
 from setblock.loading import load
 from setblock.model import ModelError
@@ -64,10 +65,17 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
 
 
 # None: packed where that is possible.
-@pytest.mark.parametrize(("kind", "pack"), [("llama", None), ("qwen3", False)])
-def test_tokens_are_the_same(checkpoint, kind, pack):
+@pytest.mark.parametrize(
+    ("kind", "pack", "adapter"),
+    [("llama", None, False), ("qwen3", False, False), ("llama", None, True)],
+)
+# peft asks for it on every wrap.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter):
     prompts, words = [[5, 9, 30], [7, 7, 12, 40, 8]], {"ignore_eos": True}
-    told = json.dumps([str(checkpoint(kind)), prompts, words, pack])
+    if adapter:
+        gated_adapter(load(checkpoint(kind)), tmp_path)
+    told = json.dumps([str(tmp_path if adapter else checkpoint(kind)), prompts, words, pack])
     done = subprocess.run(
         [sys.executable, "-c", DECODE], input=told, text=True, capture_output=True
     )

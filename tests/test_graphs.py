@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import gated_adapter
 
-from setblock import adapters, generate, graphs, load
+from setblock import generate, graphs, load
 from setblock.graphs import GRAIN, MOST_GRAPHS
 from setblock.masks import causal_layout
 from setblock.model import Model, ModelError
@@ -53,14 +54,10 @@ def test_the_rest_of_a_network_is_left_to_the_graph(checkpoint, simulated_graphs
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path):
     base = load(checkpoint())
-    made = adapters.attach(base.network, base.name, "gated", base.mask_token_id, 4, 8)
-    for weight in made.parameters():
-        if weight.requires_grad:
-            torch.nn.init.normal_(weight, std=0.3)
+    made = gated_adapter(base, tmp_path)
     model = Model(made, base.tokenizer, mask_token_id=base.mask_token_id)
     with pytest.raises(ModelError, match="graphs: peft's own layers can't be recorded"):
         model.compile("graphs")
-    made.save_pretrained(tmp_path)
     plain, model = load(tmp_path), load(tmp_path, compile="graphs")
     for way in WAYS.values():
         for size in (1, 3):  # rows at different stages are noisy in different places

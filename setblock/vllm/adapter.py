@@ -77,10 +77,12 @@ class Additions(torch.nn.Module):
     def __init__(self, parts: list[Addition], gate: Gate) -> None:
         super().__init__()
         self.parts, self.gate = torch.nn.ModuleList(parts), gate
+        self.widths = [part.up.shape[1] for part in parts]
 
     def forward(self, layer: Any, args: tuple, output: Any) -> Any:
         if self.gate.noisy is None:
             return output
-        result, bias = output
-        more = [part(args[0], self.gate.noisy) for part in self.parts]
-        return result + torch.cat(more, dim=-1), bias
+        result, _ = output
+        for part, own in zip(self.parts, result.split(self.widths, dim=-1), strict=True):
+            part(own, args[0], self.gate.noisy)
+        return output
