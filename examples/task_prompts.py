@@ -19,11 +19,13 @@ from setblock.tasks import TASKS, load_items, read_rows
 def main(
     sources: Annotated[list[str], typer.Argument(metavar="TASK=FILE...", help="Rows of a task.")],
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
-    each: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
+    each: Annotated[int | None, typer.Option(help="Questions of each task at most.", min=1)] = None,
 ) -> None:
     """Write the file."""
     if out.exists():
         raise typer.BadParameter(f"{out} exists already")
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"no folder {str(out.parent)!r} for --out")
     prompts = []
     for source in sources:
         name, _, file = source.partition("=")

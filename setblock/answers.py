@@ -15,6 +15,9 @@ from setblock.loading import lasting
 from setblock.model import Model
 from setblock.watch import prompts_of
 
+# Of a line in the file of answers, at least.
+OURS = {"index", "prompt", "prompt_ids", "token_ids", "text"}
+
 
 def regenerate(
     model: Model,
@@ -34,7 +37,7 @@ def regenerate(
     on where the first was stopped.
     Raises: ValueError for a file that belongs to other rows, and if all answers are empty.
     """
-    prompts = prompts_of(model, rows)
+    prompts = prompts_of(model, rows)  # of those known already not: a template may tell the date
     how = {"model": lasting(model.name), "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
     if file.exists():
@@ -43,10 +46,10 @@ def regenerate(
                 answer = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
-            if not (isinstance(answer, dict) and {"index", "text", "token_ids"} <= set(answer)):
+            if not (isinstance(answer, dict) and set(answer) >= OURS):
                 raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
             index = answer["index"]
-            asked = {**how, "prompt_ids": prompts[index] if index < len(rows) else None}
+            asked = {**how, "prompt": rows[index]["prompt"] if index < len(rows) else None}
             for name, value in asked.items():
                 if answer.get(name) != value:
                     raise ValueError(
@@ -73,6 +76,7 @@ def regenerate(
             known[index] = {
                 "index": index,
                 **how,
+                "prompt": rows[index]["prompt"],
                 "prompt_ids": prompts[index],
                 "token_ids": list(generation.token_ids),
                 "text": generation.text,

@@ -116,13 +116,13 @@ def _has_label(row: Mapping[str, Any]) -> bool:
     return any(label != objective.IGNORE for label in row["labels"])
 
 
-def fill_behind_end(row: Mapping[str, Any], end: int | None, count: int) -> dict[str, list[int]]:
-    """The row with `count` more end tokens behind a labelled one that it ends in.
+def fill_behind_end(row: Mapping[str, Any], ends: list[int], count: int) -> dict[str, list[int]]:
+    """The row with `count` more of the labelled end token that it ends in, if it does.
 
     A chat template's line break behind the end gives way to them.
     """
     ids, labels = row["input_ids"], row["labels"]
-    last = next((i for i in range(len(ids) - 1, max(len(ids) - 4, -1), -1) if ids[i] == end), None)
+    last = next((i for i in range(len(ids) - 1, max(len(ids) - 4, -1), -1) if ids[i] in ends), None)
     if last is None or labels[last] == objective.IGNORE:
         return {"input_ids": ids, "labels": labels}
     fill = [ids[last]] * count

@@ -29,6 +29,7 @@ def load_rows(
     completion_field: str = "completion",
     limit: int | None = None,
     prompts_only: bool = False,
+    own: str | None = None,
 ) -> Dataset:
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
@@ -37,13 +38,15 @@ def load_rows(
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
-    prompts_only: rows of a prompt, whatever else they hold.
+    prompts_only: rows of a prompt, whatever else they hold but for tools.
+    own: the one of the names whose columns have the usual names in any case.
     Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
     """
     parts = []
     formats = (("prompt",),) if prompts_only else FORMATS
-    renamed = {prompt_field: "prompt", completion_field: "completion"}
+    given = {prompt_field: "prompt", completion_field: "completion"}
     for name in names:
+        renamed = {} if name == own else given
         path = Path(name).expanduser()
         if path.suffix in SUFFIXES and not path.is_file():
             raise ValueError(f"no file {name!r}")
@@ -254,8 +257,8 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
     columns = _format(row, where, renamed, formats)
     if row.get("tools"):
         raise ValueError(f"{where}: tools are not supported")
-    row = {renamed.get(name, name): value for name, value in row.items()}
-    row = {name: row[name] for name in columns}
+    old = {new: name for name, new in renamed.items() if name in row}
+    row = {name: row[old.get(name, name)] for name in columns}
     for name, value in row.items():
         if isinstance(value, list) and name != "text":
             for message in value:

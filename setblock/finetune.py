@@ -18,7 +18,7 @@ from setblock.data import fingerprint, load_rows, prepare
 from setblock.estimate import describe, estimate
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
-from setblock.prompts import write_prompts
+from setblock.prompts import Sampling, write_prompts
 from setblock.records import new_record, save_record
 from setblock.resume import (
     OWN_FOLDER,
@@ -54,9 +54,16 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     names = run.split, run.prompt_field, run.completion_field
     settings = settings_of_run(run, config)
     rows = None
-    if checkpoint is not None or not run.own_prompts:  # else they are still to be made up
-        rows = load_rows(run.files, *names, run.limit, prompts_only=run.answers == "model")
+    if checkpoint is not None or not run.own_prompts:
+        rows = _training_rows(run)
         settings["rows"] = fingerprint(rows)
+    elif run.files != [str(run.prompts_file)]:  # the rest, before the model makes up its own
+        others = [file for file in run.files if file != str(run.prompts_file)]
+        if not isinstance(load_rows(others, *names, prompts_only=True)[0]["prompt"], str):
+            raise ValueError(
+                f"{OWN}{run.own_prompts} are prompts of text, which do not mix with data whose "
+                f"prompts are messages: {', '.join(others)}"
+            )
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     if held_out is not None:
         settings["decode_rows"] = fingerprint(held_out)
@@ -92,11 +99,16 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         if model.device.type == "cpu":
             raise ValueError("attention 'flex_attention' can't train on a CPU; use sdpa")
         model.network.set_attn_implementation(run.attention)
+    if run.answers == "model" and _room(model, run, config) < 1:
+        raise ValueError(
+            f"answer_tokens={run.answer_tokens} leaves no room for a prompt in the model's context "
+            f"of {model.context_length} tokens"
+        )
     if held_out is not None:
         held_out = _as_prompts(held_out, model, run, config, "the held-out decoding", say)
     if rows is None:
         _make_up_prompts(run, model, config.seed, say)
-        rows = load_rows(run.files, *names, run.limit, prompts_only=True)
+        rows = _training_rows(run)
         settings["rows"] = fingerprint(rows)
     if run.answers == "model":
         prompts = _as_prompts(rows, model, run, config, "the training data", say)
@@ -276,8 +288,7 @@ def _as_prompts(
     Rows too long to be answered are left out, and counted aloud.
     """
     rows = prepare(rows, model.tokenizer, run.chat)
-    slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
-    room = model.context_length - slots
+    room = _room(model, run, config)
     kept = [row for row, prompt in enumerate(prompts_of(model, rows)) if len(prompt) <= room]
     if not kept:
         raise ValueError(
@@ -290,6 +301,24 @@ def _as_prompts(
             f"than {room} tokens, what answer_tokens={run.answer_tokens} leaves of the context"
         )
     return rows.select(kept)
+
+
+def _room(model: Model, run: Run, config: SBDConfig) -> int:
+    """Tokens of a prompt that answer_tokens leave in the context, in whole blocks."""
+    slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
+    return model.context_length - slots
+
+
+def _training_rows(run: Run) -> Any:
+    return load_rows(
+        run.files,
+        run.split,
+        run.prompt_field,
+        run.completion_field,
+        run.limit,
+        prompts_only=run.answers == "model",
+        own=str(run.prompts_file),
+    )
 
 
 def _make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
@@ -305,7 +334,7 @@ def _make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], Non
     size = run.answer_batch_size
     with PartialState().main_process_first(), stop_at_once():
         file.parent.mkdir(parents=True, exist_ok=True)
-        found = write_prompts(model, file, count, seed, progress, batch_size=size)
+        found = write_prompts(model, file, count, Sampling(seed), size, progress)
     if found != count:
         raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
 

@@ -8,6 +8,7 @@ forward is copied to where the graph looks for it.
 
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class Graphs:
             gate.noisy = noisy
         recorded = self._of[cache]
         recorded.pool = recorded.pool or new_pool()
+        outer = sys.exception()  # what the caller is handling has no part in it
         try:
             replay, result = record(forward, recorded.pool, self.network.device)
         except torch.OutOfMemoryError:
@@ -138,7 +140,7 @@ class Graphs:
         except RuntimeError as error:
             # Ending a recording that has failed fails too, and hides why.
             why: BaseException = error
-            while why.__context__ is not None:
+            while why.__context__ not in (None, outer):
                 why = why.__context__
             first = str(why).partition("\n")[0]
             raise ModelError(

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -120,7 +121,7 @@ class Model:
         settings = checked_settings(settings or {})
         self.network, self.tokenizer, self.name = network.eval(), tokenizer, name
         generation: Any = network.generation_config
-        self.eos_token_ids = _ids(generation.eos_token_id) | _ids(tokenizer.eos_token_id)
+        self.eos_token_ids = ends_of(generation, tokenizer)
         self.bos_token_id: int | None = min(_ids(tokenizer.bos_token_id), default=None)
         pad = _ids(tokenizer.pad_token_id) or _ids(network.config.pad_token_id)
         taken = self.eos_token_ids | _ids(tokenizer.bos_token_id) | pad
@@ -336,6 +337,14 @@ def check_architecture(config: PretrainedConfig) -> None:
     raise ModelError(
         f"{config.model_type} {problem}; a decoder-only causal language model is needed"
     )
+
+
+def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer: the generation_config's and the tokenizer's.
+
+    A chat template may end turns with another one than the tokenizer calls its end.
+    """
+    return _ids(generation and generation.eos_token_id) | _ids(tokenizer.eos_token_id)
 
 
 def _ids(value: Any) -> frozenset[int]:

@@ -14,7 +14,7 @@ document gets the same noise in any batch, on any rank, packed or not, before an
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -66,23 +66,23 @@ class View:
         labels[:, : self.num_clean] = IGNORE
         return replace(self, labels=labels)
 
-    def without_next(self, token: int) -> "View":
-        """This view without the next-token labels that ask for `token` after `token`.
+    def without_next(self, ends: Collection[int]) -> "View":
+        """This view without the next-token labels that ask for an end token after itself.
 
         The end tokens that fill up a text's last block teach where blocks end, not what follows.
         """
         labels = self.labels.clone()
         clean = slice(self.num_clean)
-        again = (self.tokens[:, clean] == token) & (labels[:, clean] == token)
+        again = _same_end(self.tokens[:, clean], labels[:, clean], ends)
         labels[:, clean] = labels[:, clean].masked_fill(again, IGNORE)
         return replace(self, labels=labels)
 
-    def teachers(self, end: int | None = None) -> Int[Tensor, "batch length"]:
+    def teachers(self, ends: Collection[int] = ()) -> Int[Tensor, "batch length"]:
         """Index of the clean token whose output predicts what a masked token shall predict.
 
         That is the clean token before it in its document; -1 where there is none, and wherever
-        there is no masked-token label. Nor is there one for `end` after `end`: nothing teaches the
-        clean half what follows a text (see without_next).
+        there is no masked-token label. Nor is there one for an end after itself: nothing teaches
+        the clean half what follows a text (see without_next).
         """
         first, layout = self.num_clean, self.layout
         noisy = torch.arange(self.labels.shape[1], device=self.labels.device) >= first
@@ -93,10 +93,14 @@ class View:
         start = torch.full((len(slot), first + 1), first, device=slot.device)
         start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
         found = torch.where(wanted, start + layout.position - 1, -1)
-        if end is None:
-            return found
         before = self.tokens.gather(1, found.clamp(min=0))
-        return torch.where((before == end) & (self.labels == end), -1, found)
+        return torch.where(_same_end(before, self.labels, ends), -1, found)
+
+
+def _same_end(
+    tokens: Int[Tensor, "batch length"], labels: Int[Tensor, "batch length"], ends: Collection[int]
+) -> Bool[Tensor, "batch length"]:
+    return (tokens == labels) & torch.isin(labels, torch.tensor([*ends], device=labels.device))
 
 
 class Losses(NamedTuple):

@@ -7,123 +7,214 @@ Magpie's (arXiv:2406.08464).
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from setblock.generation import Generation, Reveal, stream
+from setblock.generation import Generation, Reveal, settings_for, stream
+from setblock.loading import lasting
 from setblock.model import Model, ModelError
 
 MARK = "USER-TURN-OF-SETBLOCK"
-TRIES = 4  # prompts sampled for each one asked for, at most
+CHUNK = 256  # samples whose noise has one seed; a call that goes on begins the last chunk again
+TRIES = 4  # samples for each prompt asked for, at most
+FEWEST = 256  # samples that are tried, however few prompts are asked for
+BEGIN = '{"prompt": "'  # of every line
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How turns are sampled; those that do not end within max_tokens are left out."""
+
+    seed: int = 0
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 0.95
+
+    def options(self, chunk: int = 0) -> dict[str, Any]:
+        """Those of `generate`, with the noise of this chunk of samples."""
+        seed = self.seed
+        if chunk:
+            words = f"{self.seed} {chunk}".encode()
+            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+        return {
+            "mode": "ntp",
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": seed,
+        }
 
 
 def write_prompts(
     model: Model,
     file: Path,
     count: int,
-    seed: int = 0,
+    sampling: Sampling,
+    batch_size: int = 16,
     on_progress: Callable[[int], None] = lambda count: None,
-    **options: Any,
 ) -> int:
     """How many prompts `file` holds in the end: `count`, or those that it held if there are more.
 
-    options: of sample_prompts.
-    Effects: each prompt is added as it comes, {"prompt": ...} a line; a second call goes on where
-    the first was stopped, with noise of its own.
-    Raises: as sample_prompts; ValueError for a file that holds something else.
+    on_progress: takes how many there are, at first those of earlier calls.
+    Effects: each prompt is added as it comes, {"prompt": ...} a line with how it was made; a second
+    call goes on where the first was stopped, to what one call would have written.
+    Raises: as sample_prompts; ValueError for a file that holds something else, or prompts of
+    another model, seed, temperature or top_p.
     """
-    known = _prompts_in(file)
-    if known:
-        words = f"{seed} {len(known)}".encode()
-        seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+    _check(model, count, sampling, batch_size)
+    how = {"model": lasting(model.name), "seed": sampling.seed}
+    how |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    lines, known = _read(file, how)
     number = len(known)
+    if number:
+        on_progress(number)
     if number >= count:
         return number
-    for prompt in sample_prompts(model, count - number, seed=seed, known=known, **options):
+    texts = [row["prompt"] for row in known]
+    first = max((row["sample"] + 1 for row in known), default=0)
+    whole = False
+    for sample, text in sample_prompts(model, count - number, sampling, batch_size, texts, first):
+        if not whole:  # every line with its end, without one that a kill cut short
+            fresh = file.with_name(f"{file.name}.new")
+            fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            fresh.replace(file)
+            whole = True
+        row = {"prompt": text, "sample": sample, **how}
         with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
         number += 1
         on_progress(number)
     return number
 
 
-def _prompts_in(file: Path) -> list[str]:
-    """The prompts that a call before this one wrote; a line that a kill cut short is taken away."""
-    if not file.exists():
-        return []
-    *lines, rest = file.read_text(encoding="utf-8").split("\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
+def _read(file: Path, how: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """(the lines that calls before this one wrote, what they say); none where there is no file."""
+    try:
+        content = file.read_text(encoding="utf-8") if file.exists() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}") from None
+    *whole, last = content.split("\n")
+    lines, found = [], []
+    for number, line in enumerate([*whole, last], start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or [*row] != ["prompt"] or type(row["prompt"]) is not str:
-            raise ValueError(f'{file}:{number}: not {{"prompt": ...}}, as this command writes it')
-        found.append(row["prompt"])
-    if rest:
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return found
+        cut = number > len(whole) and (line.startswith(BEGIN) or BEGIN.startswith(line))
+        if row is None and cut:
+            continue  # by a kill
+        names = {"prompt", "sample", *how}
+        if not (isinstance(row, dict) and row.keys() == names and type(row["sample"]) is int):
+            raise ValueError(
+                f"{file}:{number}: not a line as this command writes it, of {', '.join(names)}; "
+                "choose another file"
+            )
+        for name, value in how.items():
+            if row[name] != value:
+                raise ValueError(
+                    f"{file}:{number}: made with {name} {row[name]!r}, not {value!r}: choose "
+                    "another file, or move this one away"
+                )
+        lines.append(line)
+        found.append(row)
+    return lines, found
 
 
 def sample_prompts(
     model: Model,
     count: int,
-    max_tokens: int = 128,
+    sampling: Sampling | None = None,
     batch_size: int = 16,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
-    seed: int = 0,
     known: Sequence[str] = (),
-) -> Iterator[str]:
-    """`count` different users' turns, the same from the same seed, whatever the batch size.
+    first: int = 0,
+) -> Iterator[tuple[int, str]]:
+    """(its sample's number, text) of `count` different users' turns.
 
-    Left out: turns that do not end within max_tokens, empty ones, and what was sampled before or is
-    known.
-    Raises: ModelError without a chat template, or for one that changes what the user says;
-    ValueError for numbers out of range, and once TRIES * count samples were not enough.
+    The same from the same seed, whatever the batch size. Left out: turns that do not end within
+    max_tokens, empty ones, and what was sampled before or is known.
+    first: the sample to begin with, behind known ones.
+    Raises: ModelError without a chat template, or for one that refuses a user's turn, changes what
+    the user says or does not mark its end; ValueError for numbers out of range, and once the
+    samples were too many.
     """
-    for name, value in (("count", count), ("max_tokens", max_tokens)):
+    sampling = sampling or Sampling()
+    _check(model, count, sampling, batch_size)
+    before, after = _around_user(model)
+    # A space belongs to the word that follows, in the tokens that the model has seen.
+    start = model.tokenizer.encode(before.rstrip(" "), add_special_tokens=False)
+    start = start or model.encode("")
+    end, stop = _end_of_turn(model, after)
+    seen, num_found, left_out = set(known), 0, Counter()
+    number = first // CHUNK * CHUNK
+    last = first + max(FEWEST, TRIES * count)
+    while number < last:
+        chunk = number // CHUNK
+        size = min(CHUNK, last - number)
+        reveals = stream(
+            model,
+            [start] * size,
+            batch_size=batch_size,
+            stop=stop,
+            **sampling.options(chunk),
+        )
+        for generation in _in_order(reveals):
+            number += 1
+            if number <= first:
+                continue
+            ids = list(generation.token_ids)
+            place = next((place for place, token in enumerate(ids) if token in end), None)
+            text = generation.text if place is None else model.decode(ids[:place])
+            text = text.strip()
+            if place is None and generation.finish_reason != "stop":
+                left_out["too long"] += 1
+            elif not text or "\ufffd" in text:
+                left_out["empty or no text"] += 1
+            elif text in seen:
+                left_out["known already"] += 1
+            else:
+                seen.add(text)
+                num_found += 1
+                yield number - 1, text
+                if num_found == count:
+                    return
+    reasons = ", ".join(f"{times} were {why}" for why, times in left_out.most_common())
+    raise ValueError(
+        f"only {num_found} of {count} prompts were found: of {last - first} samples {reasons}. "
+        f"Ask for fewer, or for more than max_tokens={sampling.max_tokens} where they are too long"
+    )
+
+
+def _check(model: Model, count: int, sampling: Sampling, batch_size: int) -> None:
+    for name, value in (
+        ("count", count), ("max_tokens", sampling.max_tokens), ("batch_size", batch_size),
+    ):  # fmt: skip
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    before, after = _around_user(model)
-    tokenizer = model.tokenizer
-    start = tokenizer.encode(before, add_special_tokens=False) or model.encode("")
-    follows = tokenizer.encode(after, add_special_tokens=False)
-    # A special token that ends the turn ends its text here; the model may have other names for it
-    # than for the end of an answer. Plain words are a stop text.
-    special = bool(follows) and not model.decode(follows[:1])
-    end = {*model.eos_token_ids, *(follows[:1] if special else [])}
-    words = model.decode(follows).strip().partition("\n")[0]
-    reveals = stream(
-        model,
-        [start] * (TRIES * count),
-        batch_size=batch_size,
-        mode="ntp",
-        max_new_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=() if special or not words else (words,),
-    )
-    seen, found = set(known), 0
-    for generation in _in_order(reveals):
-        ids = list(generation.token_ids)
-        place = next((place for place, token in enumerate(ids) if token in end), None)
-        text = model.decode(ids[:place]).strip() if place is not None else generation.text.strip()
-        ended = place is not None or generation.finish_reason == "stop"
-        if not ended or not text or "\ufffd" in text or text in seen:
-            continue
-        seen.add(text)
-        found += 1
-        yield text
-        if found == count:
-            return
-    raise ValueError(
-        f"only {found} of {TRIES * count} sampled prompts were whole and new within "
-        f"max_tokens={max_tokens}: raise that, or lower count={count}"
-    )
+    settings_for(model, **sampling.options())
+
+
+def _end_of_turn(model: Model, after: str) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(tokens that end a user's turn, stop texts that do), by what the template puts behind it.
+
+    The model may have another token for it than for the end of an answer.
+    """
+    added = model.tokenizer.added_tokens_decoder
+    ids = model.tokenizer.encode(after, add_special_tokens=False)
+    place = next((place for place, token in enumerate(ids) if token in added), len(ids))
+    words = model.decode(ids[:place]).strip().partition("\n")[0]
+    if words:
+        return frozenset(model.eos_token_ids), (words,)
+    if place == len(ids):
+        raise ModelError(
+            f"the chat template of {model.name} puts nothing behind what a user says, so that no "
+            "turn of a user's would end"
+        )
+    return frozenset({*model.eos_token_ids, ids[place]}), ()
 
 
 def _in_order(reveals: Iterable[Reveal]) -> Iterator[Generation]:
@@ -143,9 +234,15 @@ def _around_user(model: Model) -> tuple[str, str]:
     if model.tokenizer.chat_template is None:
         raise ModelError(f"{model.name} has no chat template: it can't make up a user's turn")
     turns = [{"role": "user", "content": MARK}]
-    text = str(
-        model.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    )
+    try:
+        text = str(
+            model.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        )
+    except Exception as error:  # a template is a program: it may raise anything
+        why = " ".join((str(error) or type(error).__name__).split())
+        raise ModelError(
+            f"the chat template of {model.name} refuses a user's turn by itself: {why}"
+        ) from None
     if text.count(MARK) != 1:
         raise ModelError(
             f"the chat template of {model.name} does not hold what the user says once, as it is"

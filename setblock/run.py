@@ -9,6 +9,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_
 
 import torch
 from transformers import HfArgumentParser
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from setblock import adapters
 from setblock.config import SBDConfig
@@ -123,7 +124,10 @@ class Run:
                 f"data {own[0]!r} are users' turns that the model makes up, for it to answer: "
                 "give chat and answers 'model' as well"
             )
-        if self.split != "train" and all(Path(name).suffix in SUFFIXES for name in self.data):
+        for name in ("eval_data", "decode_data"):
+            if str(getattr(self, name)).startswith(OWN):
+                raise ValueError(f"{name} can't be {OWN}COUNT, which is for data alone")
+        if self.split != "train" and all(Path(name).suffix in SUFFIXES for name in self.files):
             raise ValueError(f"split is for hub datasets, got {self.split!r} with files alone")
 
 
@@ -192,6 +196,7 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
             "eval_data and eval_strategy (steps or epoch) need each other, got "
             f"eval_data={run.eval_data!r}, eval_strategy={str(config.eval_strategy.value)!r}"
         )
+    get_reporting_integration_callbacks(config.report_to)  # refuses what it does not know
     for name in ("chat_template_path", "eos_token"):
         if getattr(config, name, None) is not None:
             raise ValueError(f"{name}: give the model's tokenizer this setting instead")

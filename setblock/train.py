@@ -43,7 +43,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.head import check_head
 from setblock.masks import CLEAN, WholeRows
-from setblock.model import Model
+from setblock.model import Model, ends_of
 from setblock.totals import Totals
 from setblock.views import score
 
@@ -117,6 +117,8 @@ class SBDTrainer(SFTTrainer):
     ) -> None:
         if not isinstance(args, SBDConfig):
             raise TypeError(f"args must be an SBDConfig, got {type(args).__name__}")
+        # Here, since trl prepares the data in __init__; a name has none yet.
+        self._generation = getattr(model, "generation_config", None)
         super().__init__(
             model,
             args,
@@ -212,7 +214,7 @@ class SBDTrainer(SFTTrainer):
         block_size = inputs.get("block_size", self.args.max_block_size)
         view = inputs["view"] if "view" in inputs else self._view(inputs, 0, block_size)
         share = self.args.self_distill
-        teachers = view.teachers(self._end) if share else None
+        teachers = view.teachers(self._ends) if share else None
         scores = score(view, teachers, self.model, model, self.args.logits_chunk_size)
         losses = objective.sums(scores.nats, view)
         noisy = (view.layout.block != CLEAN)[view.supervised]
@@ -373,13 +375,12 @@ class SBDTrainer(SFTTrainer):
             view = replace(view, rows=WholeRows(tokens.shape[1], block_size))
         if self.gated:
             return view.masked_only()
-        return view if self._end is None else view.without_next(self._end)
+        return view.without_next(self._ends)
 
     @property
-    def _end(self) -> int | None:
-        """The token whose copies fill up a text's last block."""
-        end: Any = self._tokenizer.eos_token_id
-        return end
+    def _ends(self) -> frozenset[int]:
+        """The tokens whose copies may fill up a text's last block."""
+        return ends_of(self._generation, self._tokenizer)
 
     def _adopt_mask_token(self) -> int:
         """The mask token, found as everywhere else and written into the checkpoints to come.
@@ -425,7 +426,7 @@ class SBDTrainer(SFTTrainer):
             prepared = cut(prepared, args.max_length, name)
         if tokenised and args.objective == "sbd":
             fill = args.max_block_size - 1 if args.end_fill is None else args.end_fill
-            fn_kwargs = {"end": self._tokenizer.eos_token_id, "count": fill}
+            fn_kwargs = {"ends": sorted(self._ends), "count": fill}
             prepared = prepared.map(fill_behind_end, fn_kwargs=fn_kwargs)
             if args.max_length is not None:  # of the fill alone, by now
                 prepared = prepared.map(sliced, fn_kwargs={"length": args.max_length})

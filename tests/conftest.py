@@ -263,7 +263,7 @@ def gated_adapter(base: Any, folder: Path) -> Any:
     for weight in made.parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.3)
-    made.save_pretrained(folder)
+    made.save_pretrained(str(folder))
     return made
 
 

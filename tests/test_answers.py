@@ -14,7 +14,7 @@ from setblock.data import load_rows, prepare
 from setblock.finetune import finetune
 from setblock.generation import generate
 from setblock.loading import load
-from setblock.prompts import sample_prompts
+from setblock.prompts import Sampling, sample_prompts
 from setblock.run import Run
 from setblock.train import SBDTrainer
 from setblock.watch import SIGNALS, prompts_of
@@ -25,6 +25,9 @@ pytestmark = [
     # peft asks for it on every wrap.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]
+
+
+OWN: Any = {"chat": True, "answers": "model"}
 
 
 def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
@@ -99,7 +102,7 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "out" / "_run" / "prompts.jsonl"
     told = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
     model = load("nano", dtype="float32")
-    assert told == list(sample_prompts(model, 3, seed=5))
+    assert told == [text for _, text in sample_prompts(model, 3, Sampling(seed=5))]
     lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     assert 0 < summary["rows"] == sum(bool(answer["text"]) for answer in answers)
@@ -113,7 +116,7 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.undo()
     fewer = Run("nano", ["own:2"], tmp_path / "new", chat=True, answers="model")
     with pytest.raises(ValueError, match=r"prompts.jsonl holds 3 prompts, more than own:2: move"):
-        finetune(fewer, ["--max-steps", "1", "--bf16", "no"])
+        finetune(fewer, ["--max-steps", "1", "--bf16", "no", "--seed", "5"])
 
 
 @pytest.mark.parametrize(
@@ -125,11 +128,73 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
         (["own:x"], {}, "data 'own:x' must be own:COUNT, such as own:2000"),
         (["own:0"], {}, "data 'own:0' must be own:COUNT"),
         (["own:2", "a.jsonl", "own:3"], {}, "data 'own:3': 'own:2' is there already"),
+        (["own:2"], {**OWN, "split": "test"}, "split is for hub datasets, got 'test'"),
+        (["own:2"], {**OWN, "eval_data": "own:3"}, "^eval_data can't be own:COUNT, which is for"),
+        (["own:2"], {**OWN, "decode_data": "own:3", "decode_every": 1}, "^decode_data can't be"),
     ],
 )
 def test_what_own_prompts_need(tmp_path, data, more, message) -> None:
     with pytest.raises(ValueError, match=message):
         Run("nano", data, tmp_path, **more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "words", "message"),
+    [
+        (None, {}, (), "no file '.*more.jsonl'"),
+        ([{"text": "a"}], {}, (), "a row needs prompt; this one has text"),
+        (
+            [{"prompt": [{"role": "user", "content": "a"}]}],
+            {},
+            (),
+            "own:2 are prompts of text, which do not mix with data whose prompts are messages: ",
+        ),
+        (
+            [{"prompt": "a"}],
+            {"answer_tokens": 1020},
+            (),
+            "answer_tokens=1020 leaves no room for a prompt in the model's context of 1024 tokens",
+        ),
+        ([{"prompt": "a"}], {}, ("--report_to", "nobody"), "nobody is not supported, only"),
+    ],
+)
+def test_what_is_wrong_is_said_before_prompts_are_made_up(
+    tmp_path, monkeypatch, rows, more, words, message
+) -> None:
+    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    file = tmp_path / "more.jsonl"
+    if rows is not None:
+        write(file, rows)
+    run = Run("nano", ["own:2", str(file)], tmp_path / "out", **OWN, **more)
+    with pytest.raises(ValueError, match=message):
+        finetune(run, ["--bf16", "no", *words])
+
+
+def test_own_prompts_beside_other_data(tmp_path) -> None:
+    """The other data's columns may have other names."""
+    file = write(tmp_path / "more.jsonl", [{"q": "What is 2 + 2?", "prompt": "not this"}])
+    run = Run(
+        "nano", ["own:2", str(file)], tmp_path / "out", method="gated", prompt_field="q",
+        answer_tokens=16, **OWN,
+    )  # fmt: skip
+    finetune(run, ["--max-steps", "1", "--bf16", "no", "--use_cpu"])
+    lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["prompt"] for line in lines]
+    assert len(asked) == 3
+    assert [{"role": "user", "content": "What is 2 + 2?"}] in asked
+
+
+def test_answers_hold_where_the_template_tells_the_date(checkpoint, tmp_path) -> None:
+    from datasets import Dataset
+
+    model = load(checkpoint("llama"))
+    turns = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}])
+    found = []
+    for day in ("Monday", "Tuesday"):
+        model.tokenizer.chat_template = f"{day}: {turns}"
+        found.append(regenerate(model, rows, tmp_path / "answers.jsonl", 8, 1).to_list())
+    assert found[0] == found[1]
 
 
 def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> None:
@@ -155,7 +220,7 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
     assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
     with pytest.raises(ValueError, match="max_new_tokens of answer"):
         answers.regenerate(model, rows, file, 41, 2)
-    with pytest.raises(ValueError, match="prompt_ids of answer"):
+    with pytest.raises(ValueError, match="prompt of answer"):
         answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
     file.write_text('{"foo": 1}')
     with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):

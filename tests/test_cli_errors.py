@@ -281,7 +281,7 @@ FILES = {
     "tune": "test_tune.py",
     "report": "test_report.py",
     "export": "test_export.py",
-    "serve": "test_serve.py",
+    "serve": "test_serve.py test_serve_command.py",
 }
 
 

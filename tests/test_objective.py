@@ -397,7 +397,7 @@ def test_fill_is_not_asked_for_of_the_next_token_half():
     # 9 ends the text, two more fill its block up: the first end is learned, the fill is not
     parts = rows([([10, 11, 9, 9, 9], 1)])
     view = objective.noisy_view(*parts, torch.ones(1, 5, dtype=torch.bool), 2, MASK)
-    without = view.without_next(9)
+    without = view.without_next([9])
     assert without.ntp_labels.tolist() == [[11, 9, IGNORE, IGNORE, IGNORE]]
     assert torch.equal(without.matp_labels, view.matp_labels)
 
@@ -416,4 +416,4 @@ def test_teachers_are_the_clean_tokens_before():
     parts = rows([([10, 11, 9, 9, 9], 0)])
     view = objective.noisy_view(*parts, torch.ones(1, 5, dtype=torch.bool), 2, MASK)
     assert view.teachers().tolist() == [[-1] * 5 + [-1, 0, 1, 2, 3]]
-    assert view.teachers(9).tolist() == [[-1] * 5 + [-1, 0, 1, -1, -1]]
+    assert view.teachers([9]).tolist() == [[-1] * 5 + [-1, 0, 1, -1, -1]]

@@ -1,19 +1,26 @@
 """Prompts that a chat model makes up: whole users' turns, each once, the same from a seed."""
 
+import itertools
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from fakes import EOS, TableModel
 
 from setblock import prompts
+from setblock.checkpoint import ModelError
+from setblock.generation import TextPieces
 from setblock.loading import load
-from setblock.prompts import sample_prompts
+from setblock.prompts import Sampling, sample_prompts
 
 
 class Speaker:
     """The tokenizer of a TableModel; a user's turn begins with "b" and ends with `after`."""
+
+    added_tokens_decoder: ClassVar = {EOS: "<eos>"}
 
     def __init__(self, template: str, after: str = "<eos>") -> None:
         self.chat_template, self.after = template, after
@@ -40,16 +47,24 @@ def rambling() -> TableModel:
     return model
 
 
-def test_turns_are_whole_new_and_the_same_in_any_batch() -> None:
+def texts(model: Any, count: int, batch_size: int = 16, **sampling: Any) -> list[str]:
+    found = sample_prompts(model, count, Sampling(**sampling), batch_size)
+    return [text for _, text in found]
+
+
+def test_turns_are_whole_new_and_the_same_in_any_batch(monkeypatch) -> None:
+    monkeypatch.setattr(prompts, "CHUNK", 10)
     model = rambling()
-    few = list(sample_prompts(model, 9, max_tokens=24, batch_size=4, seed=1))
+    few = texts(model, 9, batch_size=4, max_tokens=24, seed=1)
     assert len(set(few)) == len(few) == 9
     assert all(text == text.strip() != "" for text in few)
-    assert few == list(sample_prompts(model, 12, max_tokens=24, batch_size=48, seed=1))[:9]
+    many = texts(model, 30, batch_size=48, max_tokens=24, seed=1)
+    assert few == many[:9]
+    assert len(set(many)) == 30, "of several chunks, whose noise differs"
     for other in ({"seed": 2}, {"temperature": 0.5}, {"top_p": 0.3}):
-        options: Any = {"max_tokens": 24, "batch_size": 4, "seed": 1, **other}
-        assert few != list(sample_prompts(model, 9, **options))
-    assert max(map(len, sample_prompts(model, 4, max_tokens=14))) < 14
+        options: Any = {"max_tokens": 24, "seed": 1, **other}
+        assert few != texts(model, 9, **options)
+    assert max(map(len, texts(model, 4, max_tokens=14))) < 14
 
 
 def test_the_model_goes_on_from_where_the_user_begins_to_speak(monkeypatch) -> None:
@@ -57,35 +72,103 @@ def test_the_model_goes_on_from_where_the_user_begins_to_speak(monkeypatch) -> N
     stream = prompts.stream
 
     def noted(model: Any, ids: Any, **options: Any) -> Any:
+        assert set(map(tuple, ids)) == {tuple(ids[0])}
         asked.append((ids[0], options["stop"]))
         return stream(model, ids, **options)
 
     monkeypatch.setattr(prompts, "stream", noted)
-    assert list(sample_prompts(speaking("hello"), 1)) == ["hello"]
+    assert texts(speaking("hello"), 1) == ["hello"]
     # words that end a turn instead of a special token
-    assert list(sample_prompts(speaking("helloxyz", after="xyz"), 1)) == ["hello"]
+    assert texts(speaking("helloxyz", after="xyz"), 1) == ["hello"]
     assert asked == [([4], ()), ([4], ("xyz",))]
 
 
-def test_too_few_whole_and_new_ones() -> None:
-    with pytest.raises(ValueError, match=r"^only 1 of 8 sampled prompts were whole and new within"):
-        list(sample_prompts(speaking("hello"), 2))
-    with pytest.raises(ValueError, match=r"^only 0 of 4 sampled prompts .* max_tokens=2: raise"):
-        list(sample_prompts(speaking("hello"), 1, max_tokens=2))
-    with pytest.raises(ValueError, match=r"^only 0 of 4 sampled"):
-        list(sample_prompts(speaking(""), 1))
-    for name in ("count", "max_tokens"):
-        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0"):
-            next(sample_prompts(speaking("hello"), **{"count": 1, name: 0}))  # pyright: ignore[reportArgumentType]
+def test_too_few_whole_and_new_ones(monkeypatch) -> None:
+    monkeypatch.setattr(prompts, "FEWEST", 8)
+    with pytest.raises(ValueError, match=r"^only 1 of 3 prompts were found: of 12 samples 11 were"):
+        texts(speaking("hello"), 3)
+    with pytest.raises(ValueError, match=r"8 were too long\. Ask .* max_tokens=2 where"):
+        texts(speaking("hello"), 1, max_tokens=2)
+    with pytest.raises(ValueError, match="of 8 samples 8 were empty or no text"):
+        texts(speaking(""), 1)
+    halves = speaking("hello")
+    monkeypatch.setattr(halves, "decode", lambda ids: "h\ufffd" * len(ids))
+    with pytest.raises(ValueError, match="of 8 samples 8 were empty or no text"):
+        texts(halves, 1)
+    model, one = speaking("hello"), Sampling()
+    wrong: Any = (
+        ((model, 0, one), "count must be at least 1, got 0"),
+        ((model, 1, Sampling(max_tokens=0)), "max_tokens must be at least 1, got 0"),
+        ((model, 1, one, 0), "batch_size must be at least 1, got 0"),
+        ((model, 1, Sampling(top_p=2.0)), "top_p must"),
+        ((model, 1, Sampling(temperature=-1.0)), "temperature must"),
+        ((model, 1, Sampling(seed=-1)), "seed must"),
+    )
+    for words, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            next(sample_prompts(*words))
+
+
+# What chat templates put around a user's turn, in the forms of known families; what is sampled
+# behind it, and what the turn was.
+TURNS = {
+    "llama 3": ("<a>user<b>\n\n", "<c><a>assistant<b>\n\n", "Hi?<c>", "Hi?"),
+    "chatml": ("<a>user\n", "<b>\n<a>assistant\n", "Be an assistant?<b>", "Be an assistant?"),
+    "chatml, the end on a line": ("<a>user\n", "\n<b>\n<a>assistant\n", "Hi?\n<b>\n<a>", "Hi?"),
+    "mistral": ("<a> ", " <b>", "Hi, my friend? <b> Hello", "Hi, my friend?"),
+    "mistral 3": ("<a>", "<b>", "Hi?<b> Hello", "Hi?"),
+    "exaone": ("[|user|]", "\n<b>", "What is 2 + 2?\n<b>It is 4.", "What is 2 + 2?"),
+    "deepseek": ("<a>", "<n>think", "Hi?<n>Hello, I am", "Hi?"),  # <n>: added, but not special
+    "olmo": ("|user|\n", "\n|assistant|\n", "Hi?\n|assistant|\nHello", "Hi?"),
+    "vicuna": ("USER: ", " ASSISTANT:", "Hi? ASSISTANT: Hello", "Hi?"),
+}
+
+
+@pytest.mark.parametrize("family", TURNS)
+def test_where_turns_begin_and_end(checkpoint, monkeypatch, family) -> None:
+    before, after, said, turn = TURNS[family]
+    model = load(checkpoint("llama"), device="cpu")
+    tokenizer = model.tokenizer
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<a>", "<b>", "<c>"]})
+    tokenizer.add_tokens(["<n>"], special_tokens=False)
+    model.special_tokens = tuple(tokenizer.all_special_tokens)
+    tokenizer.chat_template = f"{before}{{{{ messages[0]['content'] }}}}{after}"
+    begun: list[Any] = []
+
+    def answered(model: Any, ids: Any, stop: Any, **options: Any) -> Any:
+        begun.append(ids[0])
+        given = tokenizer.encode(said, add_special_tokens=False)
+        pieces = TextPieces(model, stop)
+        for count in range(1, len(given) + 1):
+            _, _, stopped = pieces.extend(given[:count], count == len(given))
+            if stopped:
+                break
+        words = {"token_ids": given[:count], "text": pieces.text}
+        reason = "stop" if stopped else "length"
+        yield SimpleNamespace(row=0, generation=SimpleNamespace(**words, finish_reason=reason))
+
+    monkeypatch.setattr(prompts, "stream", answered)
+    assert [text for _, text in sample_prompts(model, 1)] == [turn]
+    assert begun == [tokenizer.encode(before.rstrip(" "), add_special_tokens=False)]
 
 
 def test_templates_that_say_something_else(checkpoint) -> None:
     plain = load(checkpoint("llama", chat=False), device="cpu")
-    with pytest.raises(ValueError, match="has no chat template: it can't make up a user's turn"):
+    with pytest.raises(ModelError, match="has no chat template: it can't make up a user's turn"):
         next(sample_prompts(plain, 1))
     for template in ("b", "b{user}{user}"):
-        with pytest.raises(ValueError, match="does not hold what the user says once, as it is"):
+        with pytest.raises(ModelError, match="does not hold what the user says once, as it is"):
             next(sample_prompts(speaking("hello", template), 1))
+    with pytest.raises(ModelError, match="puts nothing behind what a user says, so that no turn"):
+        next(sample_prompts(speaking("hello", "b{user}"), 1))
+    for template, why in (
+        ("{{ raise_exception('a system\n message first') }}", "a system message first"),
+        ("{% for m in %}", "Expected an expression"),
+        ("{{ messages[1]['content'] }}", "has no element 1"),
+    ):
+        plain.tokenizer.chat_template = template
+        with pytest.raises(ModelError, match=f"refuses a user's turn by itself: .*{why}"):
+            next(sample_prompts(plain, 1))
 
 
 def prompts_in(file: Path) -> list[str]:
@@ -99,47 +182,73 @@ def test_the_command(run, answering, tmp_path) -> None:
     words += ["--device", "cpu", "--temperature", "1", "--top-p", "0.95", "--out", out]
     told = run("prompts", "any", *words, "--count", "4", "--json").json
     assert told == {"model": "any", "out": str(out), "prompts": 4, "seed": 1}
-    assert prompts_in(out) == list(sample_prompts(model, 4, 24, 8, seed=1))
+    expected = texts(model, 6, 8, max_tokens=24, seed=1)
+    assert prompts_in(out) == expected[:4]
     # one that is there is gone on with, and left alone where it holds enough
+    before = out.read_text()
     assert run("prompts", "any", *words, "--count", "3").out == f"4 prompts in {out}\n"
+    assert out.read_text() == before
     assert run("prompts", "any", *words, "--count", "6").out == f"6 prompts in {out}\n"
-    assert len(set(prompts_in(out))) == 6
+    assert prompts_in(out) == expected, "as one call would have written"
+    assert out.read_text().startswith(before)
+    for name, value, message in (
+        ("--seed", 2, r"prompts.jsonl:1: made with seed 1, not 2: choose another file"),
+        ("--temperature", 0.5, "made with temperature 1.0, not 0.5"),
+        ("--top-p", 0.5, "made with top_p 0.95, not 0.5"),
+        ("--count", 0, "count must be at least 1, got 0"),
+    ):
+        assert message in run("prompts", "any", *words, name, value).error
     missing = [*words[:-1], tmp_path / "no" / "p.jsonl"]
     assert run("prompts", "any", *missing).error == f"no folder '{tmp_path / 'no'}' for --out"
 
 
 def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) -> None:
-    sample = prompts.sample_prompts
-
-    def stopped(*words: Any, **options: Any) -> Any:
-        yield "one\u2028two"
-        raise KeyboardInterrupt
-
+    monkeypatch.setattr(prompts, "CHUNK", 3)
     model = answering(rambling())
     out = tmp_path / "prompts.jsonl"
-    words = ("prompts", "any", "--out", out, "--count", "4", "--max-tokens", "24")
-    monkeypatch.setattr(prompts, "sample_prompts", stopped)
-    result = run(*words)
-    assert result.code == 130
-    said = " ".join(result.err.split())
-    assert f"interrupted: 1 of 4 prompts are in {out}; the same command goes on" in said
+    words = ("prompts", "any", "--out", out, "--count", "9", "--max-tokens", "24")
+    expected = texts(model, 9, max_tokens=24)
+    sample = prompts.sample_prompts
+
+    def stopped(*words: Any) -> Any:
+        yield from itertools.islice(sample(*words), 4)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "sample_prompts", stopped)
+        result = run(*words)
+        assert result.code == 130
+        said = " ".join(result.err.split())
+        assert f"interrupted: 4 of 9 prompts are in {out}; the same command goes on" in said
     out.write_text(out.read_text() + '{"prompt": "thr')  # killed while it wrote
-    told: list[Any] = []
-
-    def noted(*words: Any, **options: Any) -> Any:
-        told.append(options)
-        return sample(*words, **options)
-
-    monkeypatch.setattr(prompts, "sample_prompts", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "sample_prompts", Mock(side_effect=KeyboardInterrupt))
+        result = run(*words)
+        assert "interrupted: 4 of 9 prompts are in" in " ".join(result.err.split())
+        assert out.read_text().endswith('{"prompt": "thr'), "nothing to add, nothing to cut"
     assert run(*words).code == 0
-    assert prompts_in(out)[0] == "one\u2028two"
-    assert len(prompts_in(out)) == 4
-    [options] = told
-    assert options["known"] == ["one\u2028two"]
-    seed = options["seed"]
-    assert prompts_in(out)[1:] == list(sample(model, 3, 24, seed=seed))
-    assert seed != 0, "else what is known would be sampled again"
-    known = prompts_in(out)[1]
-    assert known not in list(sample(model, 3, 24, seed=seed, known=[known]))
-    out.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert 'prompts.jsonl:2: not {"prompt": ...}, as this' in run(*words).error
+    assert prompts_in(out) == expected
+
+
+def test_a_file_of_something_else_stays_as_it_is(run, answering, tmp_path) -> None:
+    model = answering(rambling())
+    out = tmp_path / "prompts.jsonl"
+    words = ("prompts", "any", "--out", out, "--count", "3", "--max-tokens", "24")
+    for content, message in (
+        (b'{"my": "one line"}', "prompts.jsonl:1: not a line as this command writes it"),
+        (b'{"prompt": "a"}\n', "prompts.jsonl:1: not a line as this command writes it"),
+        (b'{"prompt": "a"', None),
+        (b"some text", "prompts.jsonl:1: not a line"),
+        (b"\xff\xfe", "prompts.jsonl is no UTF-8 text"),
+    ):
+        out.write_bytes(content)
+        if message is not None:
+            assert message in run(*words).error
+            assert out.read_bytes() == content
+    # Whole lines stay whole, one without its line break and blank ones between them too.
+    out.unlink()
+    assert run(*words).code == 0
+    first, *rest = out.read_text().splitlines()
+    out.write_text("\n".join([first, "", *rest]))
+    assert run(*words[:-3], "5", *words[-2:]).code == 0
+    assert prompts_in(out) == texts(model, 5, max_tokens=24)

@@ -126,6 +126,15 @@ def test_end_fill_lets_blocks_reach_behind_the_end(tmp_path):
     assert trainer(tmp_path, behind, end_fill=2).train_dataset[0]["input_ids"] == [5, 2, 2, 2]
     prompt = [{"input_ids": [5, 2, 9], "labels": [-100, -100, 9]}] * 8
     assert trainer(tmp_path, prompt).train_dataset[0]["input_ids"] == [5, 2, 9]
+    # whichever of its ends a model's template uses
+    net = network()
+    net.generation_config.eos_token_id = [7, 2]
+    both = [{"input_ids": [5, 6, end], "labels": [-100, 6, end]} for end in (2, 7)] * 4
+    run = trainer(tmp_path, both, net=net, end_fill=2, per_device_train_batch_size=8)
+    assert run.train_dataset["input_ids"][:2] == [[5, 6, 2, 2, 2], [5, 6, 7, 7, 7]]
+    [view], _ = steps(run)
+    asked = {tuple(row) for row in view.labels[:, :4].tolist()}
+    assert asked == {(6, 2, -100, -100), (6, 7, -100, -100)}, "an end is learned, no copy is"
 
 
 def test_cut_rows_are_counted(tmp_path, caplog):

@@ -35,7 +35,7 @@ def prompts(
         Path,
         typer.Option(
             "--out",
-            help='JSONL file to write, {"prompt": ...} a line; one that is there is gone on with.',
+            help='JSONL file, {"prompt": ...} a line; one of the same settings is gone on with.',
         ),
     ],
     count: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
@@ -55,22 +55,22 @@ def prompts(
     Then: setblock train --model MODEL --data FILE --chat --answers model ... What a chat model
     writes where its chat template has the user speak is what it knows of its users.
     """
-    from setblock.prompts import write_prompts
+    from setblock.prompts import Sampling, write_prompts
 
     if not out_file.parent.is_dir():
         raise ValueError(f"no folder {str(out_file.parent)!r} for --out")
     model = load_model(model_name, dtype, device, None)
-    options = {"max_tokens": max_tokens, "batch_size": batch_size, "temperature": temperature}
-    done = 0
+    sampling = Sampling(seed, max_tokens, temperature, top_p)
+    done = None
 
     def progress(number: int) -> None:
         nonlocal done
-        done = number
-        if number % max(count // 20, 1) == 0:
+        if done is None or number % max(count // 20, 1) == 0:
             err.print(f"{number} of {count} prompts", style="dim")
+        done = number
 
     try:
-        done = write_prompts(model, out_file, count, seed, progress, top_p=top_p, **options)
+        done = write_prompts(model, out_file, count, sampling, batch_size, progress)
     except KeyboardInterrupt:
         if done:
             kept = f"{done} of {count} prompts are in {out_file}"
