@@ -81,12 +81,13 @@ def gated(checkpoint, tmp_path):
 
 
 def test_a_gated_adapter_leaves_next_tokens_alone(checkpoint, gated):
-    """Both packed: the same logits to the bit at equal shapes; the adapter's own are packed too."""
+    """Both packed: the same logits to the bit at equal shapes; the adapter's own stay beside."""
     base, adapted = (load(name, device="cpu", pack=True) for name in (checkpoint("llama"), gated))
     assert adapted.gated
     layers = [type(layer) for layer in adapted.network.modules()]
     assert torch.nn.Linear not in layers
-    assert layers.count(PackedLinear) > [type(one) for one in base.network.modules()].count(
+    assert layers.count(adapters.Addition) == 14, "of seven layers in each of two blocks"
+    assert layers.count(PackedLinear) == [type(one) for one in base.network.modules()].count(
         PackedLinear
     )
     tokens = torch.tensor([[5, 9, 30, 11]])
