@@ -26,6 +26,8 @@ SETTINGS = {
     "dtype": str,
     "device": str,
     "acceptance": float,  # of drafted tokens, see roofline.best_spending
+    "branches": int,  # with seeds and block_size: what mode "verified" drafts, else by arithmetic
+    "seeds": int,
 }
 
 
@@ -55,6 +57,8 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         in_range, limits = {
             "block_size": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
+            "branches": (lambda value: value >= 1, " of at least 1"),
+            "seeds": (lambda value: value >= 0, " of at least 0"),
         }.get(key, (lambda value: True, ""))
         if type(value) is not SETTINGS[key] or not in_range(value):
             raise ModelError(
@@ -66,7 +70,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def write_settings(folder: str | Path, **settings: Any) -> None:
     """Put these settings into a checkpoint's generation_config.json, where `load` finds them.
 
-    Effects: replaces the file; other keys stay.
+    None takes one away. Effects: replaces the file; other keys stay.
     Raises: ModelError for a setting that `load` would refuse.
     """
     path = Path(folder) / "generation_config.json"
@@ -78,7 +82,10 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
         content.pop("_from_model_config", None)
     else:
         content = {}
-    content["setblock"] = checked_settings(content.get("setblock", {}) | settings)
+    merged = content.get("setblock", {}) | settings
+    content["setblock"] = checked_settings(
+        {name: value for name, value in merged.items() if value is not None}
+    )
     fresh = path.with_suffix(".json.new")
     fresh.write_text(json.dumps(content, indent=2) + "\n")
     fresh.replace(path)  # a kill or a full disk leaves the old file whole

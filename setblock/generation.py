@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from setblock.decode import DecodeState, Rows, Settings
-from setblock.model import Model
+from setblock.model import DRAFTING, Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
@@ -48,7 +48,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     """The options as `Settings`, what is absent taken from the checkpoint.
 
     Mode "verified": what is absent of draft, block_size, branches and seeds is what is quickest by
-    the arithmetic of `roofline.best_spending`, for `rows` rows decoded together.
+    the arithmetic of `roofline.best_spending`, for `rows` rows decoded together, unless the
+    checkpoint says how many branches, as after `setblock tune`.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -61,7 +62,10 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
         if "solver" in typed:
             raise ValueError(f"solver is for draft 'solver', got {typed['solver']} with branches")
-        given |= _spending(model, given, rows, "block_size" in typed, "draft" in typed)
+        fixed_size = "block_size" in typed or "branches" in model.defaults
+        given |= _spending(model, given, rows, fixed_size, "draft" in typed)
+    else:
+        given = {key: value for key, value in given.items() if key in typed or key not in DRAFTING}
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {

@@ -12,6 +12,7 @@ from typing import Any
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
 from setblock.measured import Measured, read
+from setblock.tune import words
 
 PAGE = Path(__file__).with_name("report.html")
 
@@ -104,10 +105,11 @@ def tables(found: Measured) -> list[Shown]:
         )
         shown.append(Shown("One forward", header, rows))
     for line in found.tunings:
-        header = ("setting", "score", "loss", "at most", "speed", "proven")
+        score = "score" if line.get("judged", True) else "same"
+        header = ("setting", score, "loss", "at most", "speed", "proven")
         rows = tuple(
             (
-                " ".join(str(one[name]) for name in ("mode", "solver", "block_size") if one[name]),
+                words(one),
                 f"{one['score']:.1%}",
                 f"{100 * one['drop']:.1f}",
                 f"{100 * one['drop_bounds'][1]:.1f}",
@@ -116,11 +118,7 @@ def tables(found: Measured) -> list[Shown]:
             )
             for one in line["finalists"]
         )
-        chosen = " ".join(
-            str(line["chosen"][name])
-            for name in ("mode", "solver", "block_size")
-            if line["chosen"][name]
-        )
+        chosen = words(line["chosen"])
         most = f"at most {100 * line['max_drop']:g} points lost at {line['confidence']:.0%}"
         shown.append(Shown(f"Tuning of {line['model']}, {most}: {chosen}", header, rows))
     return shown

@@ -271,10 +271,27 @@ def _passes_asserts(item: Item, text: str) -> bool:
 
 
 def _prompts(row: Mapping[str, Any], number: int) -> Item:
-    """The first turn of a conversation."""
-    if not isinstance(row["turns"], list):
-        raise ValueError(f"turns must be a list of texts, got {row['turns']!r}")
-    return Item(str(row["question_id"]), row["turns"][0], "", None)
+    """A prompt: the first of `turns` or `messages`, `prompt`, or `instruction` with its `input`."""
+    key = str(row.get("question_id", number))
+    for name in ("turns", "messages"):
+        if name in row:
+            if not isinstance(row[name], list):
+                raise ValueError(f"{name} must be a list, got {row[name]!r}")
+            users = [one for one in row[name] if isinstance(one, str) or one["role"] == "user"]
+            text = users[0] if isinstance(users[0], str) else users[0]["content"]
+            return _prompt(key, name, text)
+    if "instruction" in row:
+        parts = [row["instruction"], row.get("input") or ""]
+        return _prompt(key, "instruction", "\n\n".join(filter(None, parts)))
+    if "prompt" not in row:
+        raise ValueError("no field turns, messages, prompt or instruction")
+    return _prompt(key, "prompt", row["prompt"])
+
+
+def _prompt(key: str, name: str, text: Any) -> Item:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{name} must hold a text that is not empty, got {text!r}")
+    return Item(key, text, "", None)
 
 
 NUMBER = "{prompt}\n\nSolve it step by step. Write the final number in a last line behind ####."

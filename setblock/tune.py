@@ -3,22 +3,24 @@
 Half of the items pick: every setting answers a few of them, the worse half of the settings is left
 out, the rest answer twice as many, and so on. The other half confirms: of the last few settings the
 fastest is taken whose loss on items that had no part in picking is, with the confidence asked for,
-at most the bound.
+at most the bound. Where items have no right answers, one is right that says what token by token
+says.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 
 from setblock.evaluate import Form, acceptance_of, evaluate
 from setblock.generation import settings_for
-from setblock.model import Model
+from setblock.model import DRAFTING, Model
 from setblock.roofline import ACCEPTANCE
 from setblock.scores import Sample, Score, drop_bounds
 
+NAMES = ("mode", "solver", "block_size", *DRAFTING)  # what tells settings apart
 FIRST_ITEMS = 8  # of the first round, at least
 FINALISTS = 3
 BASELINE: dict[str, Any] = {"mode": "ntp"}
@@ -26,6 +28,8 @@ SOLVERS = (
     *("entropy:0.01", "entropy:0.05", "entropy:0.1", "entropy:0.2", "entropy:0.35", "entropy:0.6"),
     *("confidence:0.9", "confidence:0.99", "prefix:0.9", "prefix:0.99", "prefix:0.999"),
 )
+MODES = ("sbd", "verified")
+MOST_VERIFIED = 6  # settings of verified decoding that are tried
 SPEEDS = ("clock", "forwards")
 
 
@@ -58,28 +62,70 @@ class Candidate:
     answers: list[dict[int, Sample]] = field(default_factory=lambda: [{}, {}])
 
 
-def candidates(
-    model: Model, solvers: Sequence[str], block_sizes: Sequence[int]
-) -> list[dict[str, Any]]:
-    """The settings to try: every solver with every block size, and verified decoding.
+@dataclass(frozen=True)
+class Tried:
+    """What to try.
 
-    Raises: ValueError for a text that is no solver and a block size out of range.
+    modes: of MODES. solvers: texts, of mode "sbd". block_sizes: None for the checkpoint's in mode
+    "sbd", and all up to it in mode "verified".
     """
-    found: list[dict[str, Any]] = [
-        {"mode": "sbd", "solver": solver, "block_size": size}
-        for size in block_sizes
-        for solver in solvers
-    ]
-    found.append({"mode": "verified"})
-    for options in found:
-        settings_for(model, **options)
-    return found
+
+    modes: Sequence[str] = MODES
+    solvers: Sequence[str] = SOLVERS
+    block_sizes: Sequence[int] | None = None
+
+    def check(self, model: Model) -> None:
+        """Raises: ValueError for what is no mode or solver, or no block size."""
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ValueError(f"mode must be one of {', '.join(MODES)} to be tuned, got {mode}")
+        for size in self.block_sizes or ():
+            settings_for(model, mode="sbd", block_size=size)
+        found = self.with_solvers(model) + self.verified(model, 1)
+        for options in found:
+            settings_for(model, **options)
+        if not found:
+            raise ValueError("blocks of one token leave nothing to try: give a larger block size")
+
+    def with_solvers(self, model: Model) -> list[dict[str, Any]]:
+        """Every solver with every block size, in mode "sbd"."""
+        sizes = self.block_sizes or [model.defaults["block_size"]]
+        return [
+            {"mode": "sbd", "solver": solver, "block_size": size}
+            for size in (sizes if "sbd" in self.modes else ())
+            for solver in self.solvers
+        ]
+
+    def verified(self, model: Model, rows: int) -> list[dict[str, Any]]:
+        """For each block size one branch, all, and what arithmetic has for `rows` rows.
+
+        Of them the MOST_VERIFIED that it says are quickest.
+        """
+        sizes = self.block_sizes or range(2, model.defaults["block_size"] + 1)
+        spent = {
+            model.best_spending(
+                size, rows, fixed_size=True, one_forward=True, branches=branches, seeds=seeds
+            )
+            for size in (sizes if "verified" in self.modes else ())
+            if size > 1
+            for branches, seeds in ((1, 0), (size, 0), (None, None))
+        }
+        order = sorted(spent, key=lambda one: (one.seconds_per_token, *astuple(one)))
+        return [
+            {
+                "mode": "verified",
+                "block_size": one.block_size,
+                "branches": one.branches,
+                "seeds": one.seeds,
+            }
+            for one in order[:MOST_VERIFIED]
+        ]
 
 
 def tune(
     model: Model,
     items: Sequence[Any],
-    tried: Sequence[dict[str, Any]],
+    tried: Tried,
     target: Target,
     batch_size: int,
     form: Form | None = None,
@@ -90,10 +136,10 @@ def tune(
 ) -> dict[str, Any]:
     """One line of a record: what was tried, and what is chosen.
 
-    items: at least two different ones that have a right answer; half of them, drawn by lot, pick,
-    the rest confirm.
+    items: at least two different ones; half of them, drawn by lot, pick, the rest confirm.
     known, on_sample: answers that an earlier call left, and where to keep new ones; run 2c + h is
-    candidate c's half h; behind the candidates come the baseline and the measuring of acceptance.
+    candidate c's half h; the baseline is 0, the measuring of acceptance 1, and then come those
+    tried.
     on_round: called after each round. common: options of all settings, such as max_new_tokens.
     Effects: before verified decoding is tried, model.acceptance becomes that of its drafts.
     """
@@ -104,10 +150,10 @@ def tune(
     if not halves[1]:
         raise ValueError("tuning needs at least 2 different items: one to pick by, one to confirm")
     baseline = Candidate({**BASELINE, **common})
-    entries = [Candidate({**options, **common}) for options in tried]
     drafting = Candidate({"mode": "verified", "draft": "branches", **common})
+    runs = {id(baseline): 0, id(drafting): 1}
     exact = model.dtype == torch.float32
-    runs = {id(one): number for number, one in enumerate([*entries, baseline, drafting])}
+    judged = form is None or form.task.check is not None
 
     def answer(one: Candidate, half: int, count: int) -> None:
         run = 2 * runs[id(one)] + half
@@ -130,7 +176,7 @@ def tune(
                 answer(one, half, min(end, count))
 
     acceptance = None
-    if any(one.options["mode"] == "verified" for one in entries):
+    if "verified" in tried.modes:
         some = min(FIRST_ITEMS, len(halves[0]))
         model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
         used = settings_for(model, min(batch_size, some), **drafting.options)
@@ -139,17 +185,23 @@ def tune(
             answers = [drafting.answers[0][index] for index in range(some)]
             acceptance = acceptance_of(used, _per_forward(answers))
             model.acceptance = acceptance
-    going, count = entries, min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
+    settings = tried.with_solvers(model) + tried.verified(model, min(batch_size, len(halves[0])))
+    going = [Candidate({**options, **common}) for options in settings]
+    runs |= {id(one): len(runs) + number for number, one in enumerate(going)}
+    count = min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
+    # Verified decoding in float32 is judged by its tokens.
+    needs_right = judged and not (exact and all(one["mode"] == "verified" for one in settings))
     while True:
         answer_in_turns((baseline, *going), 0, count)
-        if not any(one.correct for one in baseline.answers[0].values()):
+        if needs_right and not any(one.correct for one in baseline.answers[0].values()):
             answer(baseline, 0, len(halves[0]))  # a weak model may get only later ones right
-        if not any(one.correct for one in baseline.answers[0].values()):
-            raise ValueError(
-                f"token by token gets none of {len(halves[0])} items right, so nothing can be "
-                "lost: look at the prompts and at max_new_tokens"
-            )
-        lines = [_line(one, baseline, 0, count, target, 1, exact) for one in going]
+            if not any(one.correct for one in baseline.answers[0].values()):
+                raise ValueError(
+                    f"token by token gets none of {len(halves[0])} items right, so nothing can be "
+                    "lost: look at the prompts and at max_new_tokens, or try mode verified alone, "
+                    "in float32, whose text is that of token by token"
+                )
+        lines = [_line(one, baseline, 0, count, target, 1, exact, judged) for one in going]
         order = sorted(range(len(going)), key=lambda i: _rank(lines[i], target))
         kept = max(-(-len(going) // 2), min(FINALISTS, len(going)))
         for place, index in enumerate(order):
@@ -160,7 +212,9 @@ def tune(
             break
         count = min(2 * count, len(halves[0]))
     answer_in_turns((baseline, *going), 1, len(halves[1]))
-    finals = [_line(one, baseline, 1, len(halves[1]), target, len(going), exact) for one in going]
+    finals = [
+        _line(one, baseline, 1, len(halves[1]), target, len(going), exact, judged) for one in going
+    ]
     finals.sort(key=lambda line: -line["speed"])
     good = [line for line in finals if line["proven"] and line["speed"] > 1]
     first = Score(list(baseline.answers[1].values())).result()
@@ -174,6 +228,7 @@ def tune(
         "picked_on": count,
         "confirmed_on": len(halves[1]),
         "acceptance": acceptance,
+        "judged": judged,
         "baseline": {"score": first["score"], "interval": first["interval"]},
         "finalists": finals,
         "chosen": chosen,
@@ -209,25 +264,30 @@ def _line(
     target: Target,
     compared: int,
     exact: bool,
+    judged: bool,
 ) -> dict[str, Any]:
     """A candidate beside the baseline on the first `count` items of a half.
 
     compared: how many settings share the error that `confidence` leaves (Bonferroni).
-    proven: that the loss is at most max_drop; also where the text can't differ, in mode "verified"
-    in float32 (exact), and did not on any item of either half.
+    judged: whether items have right answers; else the baseline's tokens are right.
+    lossless: that the text can't differ, in mode "verified" in float32 (exact), and did not on any
+    item of either half. proven: that the loss is at most max_drop.
     """
     first, mine = (
         {index: some.answers[half][index] for index in range(count)} for some in (baseline, one)
     )
-    pairs = [(bool(first[index].correct), bool(mine[index].correct)) for index in mine]
+    same = [first[index].token_ids == mine[index].token_ids for index in mine]
+    pairs = [(True, alike) for alike in same]
+    if judged:
+        pairs = [(bool(first[index].correct), bool(mine[index].correct)) for index in mine]
     lost, won = pairs.count((True, False)), pairs.count((False, True))
-    same = sum(first[index].token_ids == mine[index].token_ids for index in mine)
     confidence = 1 - (1 - target.confidence) / compared
     low, high = drop_bounds(lost, won, len(pairs), confidence)
-    differs = any(
-        sample.token_ids != baseline.answers[part][index].token_ids
-        for part, answers in enumerate(one.answers)
+    differs = any(  # on what both have answered: of a stopped run one may have more than the other
+        sample.token_ids != theirs[index].token_ids
+        for answers, theirs in zip(one.answers, baseline.answers, strict=True)
         for index, sample in answers.items()
+        if index in theirs
     )
     lossless = exact and one.options["mode"] == "verified" and not differs
     return {
@@ -236,15 +296,28 @@ def _line(
         "score": sum(right for _, right in pairs) / len(pairs),
         "drop": (lost - won) / len(pairs),
         "drop_bounds": (low, high),
-        "identical_share": same / len(pairs),
+        "identical_share": sum(same) / len(pairs),
         "tokens_per_forward": _per_forward(mine.values()),
         "speed": _speed(first.values(), mine.values(), target.by),
+        "lossless": lossless,
         "proven": high <= target.max_drop or lossless,
     }
 
 
 def _describe(one: Candidate) -> dict[str, Any]:
-    return {name: one.options.get(name) for name in ("mode", "solver", "block_size")}
+    return {name: one.options.get(name) for name in NAMES}
+
+
+def words(settings: Mapping[str, Any]) -> str:
+    """A setting in a few words: "sbd entropy:0.1 16", "verified 3, 1 branch"."""
+    if settings["mode"] == "ntp":
+        return "ntp"
+    branches, seeds = (settings.get(name) for name in DRAFTING)
+    solver = settings.get("solver") if settings["mode"] == "sbd" else None
+    said = " ".join(str(one) for one in (settings["mode"], solver, settings["block_size"]) if one)
+    for name, plural, count in (("branch", "branches", branches), ("seed", "seeds", seeds)):
+        said += f", {count} {name if count == 1 else plural}" if count else ""
+    return said
 
 
 def _rank(line: dict[str, Any], target: Target) -> tuple[float, float]:

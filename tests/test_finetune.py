@@ -337,6 +337,7 @@ def test_the_result_says_what_it_was_trained_for(
     checkpoint, rows, tmp_path, monkeypatch, capsys, objective
 ) -> None:
     settings = {"trained": True, "mode": "ntp", "acceptance": 0.9, "mask_token_id": 7}
+    settings |= {"branches": 2, "seeds": 1}
     words = ("--model", checkpoint("llama", settings=settings), "--data", rows)
     words += ("--output-dir", tmp_path / "out", "--objective", objective)
     train(monkeypatch, capsys, *words)
@@ -346,3 +347,4 @@ def test_the_result_says_what_it_was_trained_for(
     assert ("next-token prediction alone" in card) == (objective == "ntp")
     if objective == "sbd":
         assert model.acceptance == ACCEPTANCE, "measured on other weights"
+        assert not {"branches", "seeds"} & set(model.defaults), "chosen for other weights"

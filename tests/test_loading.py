@@ -57,12 +57,14 @@ def test_defaults_without_settings(checkpoint):
     [
         (
             {"blocksize": 8},
-            "'blocksize' is not one of acceptance, block_size, .*mask_token_id, mode, solver",
+            "'blocksize' is not one of acceptance, block_size, branches, .*mode, seeds",
         ),
         ({"block_size": 0}, "block_size must be a int of at least 1, got 0"),
         ({"block_size": "8"}, "block_size must be a int of at least 1, got '8'"),
         ({"acceptance": 1.0}, "acceptance must be a float between 0 and 1, got 1.0"),
         ({"acceptance": 1}, "acceptance must be a float between 0 and 1, got 1"),
+        ({"branches": 0}, "branches must be a int of at least 1, got 0"),
+        ({"seeds": -1}, "seeds must be a int of at least 0, got -1"),
         ({"trained": 1}, "trained must be a bool, got 1"),
     ],
 )

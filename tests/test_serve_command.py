@@ -76,7 +76,8 @@ def test_the_load_example(address, tmp_path):
 
 def test_the_command_serves_until_it_is_told_to_stop(trained):
     words = ["--host", "127.0.0.1", "--port", "0", "--mode", "sbd", "--solver", "fixed:2"]
-    words += ["--block-size", "4", "--dtype", "float32", "--device", "cpu", "--json"]
+    words += ["--block-size", "4", "--dtype", "float32", "--device", "cpu", "--pack", "off"]
+    words += ["--json"]
     program = [str(Path(sys.executable).with_name("setblock")), "serve", str(trained), *words]
     process = subprocess.Popen(
         program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, restore_signals=True,
@@ -171,6 +172,7 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),
+        (["--engine", "vllm", "--pack", "off"], "--pack is for engine transformers"),
         (["--engine", "fast"], "Invalid value for '--engine'"),
     ],
 )

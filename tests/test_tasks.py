@@ -65,6 +65,22 @@ def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "Write."}, "Write."),
+        (
+            {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]},
+            "Hi",
+        ),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.\n\n1, 2"),
+        ({"instruction": "Write.", "input": ""}, "Write."),
+    ],
+)
+def test_prompts_of_other_forms(row, prompt) -> None:
+    assert TASKS["prompts"].read(row, 3) == Item("3", prompt, "", None)
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("#### 42", "42"),
@@ -229,7 +245,11 @@ def test_files_of_every_kind(tmp_path) -> None:
         ("svamp", json.dumps(ROWS["svamp"] | {"Answer": "x"}), "row 1: .* 'x' is no number"),
         ("math", json.dumps(ROWS["math"] | {"solution": "4"}), "row 1: .* has no .boxed answer"),
         ("prompts", '{"question_id": 1, "turns": []}', "row 1: not of task prompts"),
-        ("prompts", '{"question_id": 1, "turns": "Hi"}', "turns must be a list of texts, got 'Hi'"),
+        ("prompts", '{"question_id": 1, "turns": "Hi"}', "turns must be a list, got 'Hi'"),
+        ("prompts", '{"text": "Hi"}', "no field turns, messages, prompt or instruction"),
+        ("prompts", '{"prompt": ""}', "prompt must hold a text that is not empty, got ''"),
+        ("prompts", '{"prompt": [{"role": "user"}]}', "prompt must hold a text that is not empty"),
+        ("prompts", '{"messages": [{"role": "system"}]}', "row 1: not of task prompts"),
         ("gsm8k", '{"question": null, "answer": "#### 1"}', "row 1: not of task gsm8k"),
         ("svamp", '{"Body": 5, "Question": "q", "Answer": 1}', "row 1: not of task svamp"),
         ("svamp", '{"Body": "b", "Question": "q", "Answer": "NaN"}', "'NaN' is no number"),

@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from setblock import generation, nano, tune
+from setblock.checkpoint import BUNDLED
+from setblock.evaluate import Form
+from setblock.generation import settings_for
 from setblock.loading import load
 from setblock.roofline import ACCEPTANCE, fitted_acceptance
 from setblock.scores import drop_bounds
-from setblock.tasks import TASKS
-from setblock.tune import SPEEDS, Target, candidates, items_needed
+from setblock.tasks import TASKS, Item
+from setblock.tune import SPEEDS, Target, Tried, items_needed, words
 
 FEW = {"max_new_tokens": 6}
+VERIFIED = Tried(modes=["verified"])
 SOME = ("fixed:2", "fixed:3", "entropy:inf", "confidence:0.9", "prefix:0.5", "fixed:1")
 
 
@@ -53,10 +57,10 @@ def judge(monkeypatch):
 
 
 def tuned(model, items, tried=None, target=None, **more):
-    settings = candidates(model, SOME, [4]) if tried is None else tried
     rounds = []
+    tried = tried or Tried(solvers=SOME, block_sizes=[4])
     line = tune.tune(
-        model, items, settings, target or Target(0.005, 0.9, "forwards"), 8,
+        model, items, tried, target or Target(0.005, 0.9, "forwards"), 8,
         on_round=rounds.append, **FEW, **more,
     )  # fmt: skip
     return line, rounds
@@ -66,7 +70,7 @@ def test_rounds_halve_the_settings_and_double_the_items(model, items, judge):
     judge(lambda mode, number: True)
     line, rounds = tuned(model, items)
     assert [one["items"] for one in rounds] == [8, 16]
-    assert [len(one["settings"]) for one in rounds] == [7, 4]
+    assert [len(one["settings"]) for one in rounds] == [9, 5], "six solvers; branches: 1, 4, best"
     for one, after in pairwise(rounds):
         assert sum(setting["kept"] for setting in one["settings"]) == len(after["settings"])
     assert (line["picked_on"], line["confirmed_on"]) == (16, 20)
@@ -101,42 +105,40 @@ def test_a_loss_that_only_shows_on_the_confirming_items(model, items, judge):
     judge(lambda mode, number: mode == "ntp" or number in drawn[::2])
     line, _ = tuned(model, items, target=Target(0.4, 0.9, "forwards"))
     assert all(one["drop"] == 1 for one in line["finalists"])
-    assert line["chosen"] == {"mode": "ntp", "solver": None, "block_size": None} | {
-        "speed": 1.0, "drop": 0.0
-    }  # fmt: skip
+    nothing = dict.fromkeys(tune.NAMES)
+    assert line["chosen"] == nothing | {"mode": "ntp", "speed": 1.0, "drop": 0.0}
 
 
 def test_verified_decoding_needs_no_proof_in_float32(model, items, judge):
     judge(lambda mode, number: mode in ("ntp", "verified"))
     tight = Target(0.0, 0.99, "forwards")
-    line, _ = tuned(
-        model, items, [{"mode": "verified"}, {"mode": "sbd", "solver": "fixed:2"}], tight
-    )
-    found = {one["mode"]: one for one in line["finalists"]}
-    assert found["verified"]["identical_share"] == 1
-    assert found["verified"]["drop_bounds"][1] > 0
-    assert found["verified"]["proven"]
-    assert not found["sbd"]["proven"]
+    line, _ = tuned(model, items, VERIFIED, tight)
+    for one in line["finalists"]:
+        assert one["identical_share"] == 1
+        assert one["drop_bounds"][1] > 0
+        assert one["lossless"]
+        assert one["proven"]
+    with_solver, _ = tuned(model, items, Tried(["sbd"], ["fixed:2"]), tight)
+    assert not with_solver["finalists"][0]["proven"]
     assert line["chosen"]["mode"] in ("verified", "ntp")  # a random drafter may save nothing
     half = load(model.name, dtype="bfloat16")
     assert half.dtype == torch.bfloat16
-    line, _ = tuned(half, items, [{"mode": "verified"}], tight)
-    assert not line["finalists"][0]["proven"]
+    line, _ = tuned(half, items, VERIFIED, tight)
+    assert not any(one["proven"] for one in line["finalists"])
 
 
 def test_acceptance_is_measured_before_verified_decoding_is_tried(model, items, judge):
     """How much to draft follows from it; without verified decoding there is nothing to measure."""
     judge(lambda mode, number: True)
     model.acceptance = ACCEPTANCE
-    assert tuned(model, items, candidates(model, SOME[:1], [4])[:1])[0]["acceptance"] is None
+    assert tuned(model, items, Tried(["sbd"], SOME[:1], [4]))[0]["acceptance"] is None
     assert model.acceptance == ACCEPTANCE
     kept: dict[int, list] = {}
     used = generation.settings_for(model, 8, mode="verified", draft="branches")
     line, _ = tuned(
-        model, items, [{"mode": "verified"}],
-        on_sample=lambda run, one: kept.setdefault(run, []).append(one),
-    )  # fmt: skip
-    measured = kept[4]  # candidate 2, behind the one tried and the baseline
+        model, items, VERIFIED, on_sample=lambda run, one: kept.setdefault(run, []).append(one)
+    )
+    measured = kept[2]  # run 1, the picking half
     rate = sum(len(one.token_ids) for one in measured) / sum(one.nfe for one in measured)
     assert used.branches is not None
     fitted = fitted_acceptance(used.block_size, used.branches, used.seeds, rate)
@@ -148,13 +150,12 @@ def test_settings_answer_in_turns(model, items, judge):
     judge(lambda mode, number: True)
     order: list[int] = []
     tuned(
-        model, items, candidates(model, SOME[:2], [4]),
+        model, items, Tried(["sbd"], SOME[:3], [4]),
         on_sample=lambda run, sample: order.append(run // 2),
     )  # fmt: skip
-    turns = [order[first : first + 8] for first in range(0, 5 * 8, 8)]
-    expected = [{4}, {3}, {0}, {1}, {2}]
-    assert [set(turn) for turn in turns] == expected, "acceptance, the baseline, then the others"
-    confirming = order[5 * 8 :]
+    turns = [order[first : first + 8] for first in range(0, 4 * 8, 8)]
+    assert [set(turn) for turn in turns] == [{0}, {2}, {3}, {4}], "the baseline, then the others"
+    confirming = order[4 * 8 :]
     assert [len(list(some)) for _, some in groupby(confirming)] == [8] * 8 + [4] * 4
 
 
@@ -162,15 +163,15 @@ def test_verified_answers_that_differ_while_picking_prove_nothing(model, items, 
     """A text that can't differ and did is a sign that something is wrong."""
     judge(lambda mode, number: True)
     kept: dict[int, list] = {}
-    only = [{"mode": "verified"}]
+    only = Tried(["verified"], block_sizes=[2])
     tight = Target(0.0, 0.99, "forwards")
     tuned(
         model, items, only, tight, on_sample=lambda run, one: kept.setdefault(run, []).append(one)
     )
-    kept[0][0] = replace(kept[0][0], token_ids=(1, 2))  # verified, the picking half
+    kept[4][0] = replace(kept[4][0], token_ids=(1, 2))  # the first tried, the picking half
     line, _ = tuned(model, items, only, tight, known=lambda run: kept.get(run, []))
-    assert line["finalists"][0]["identical_share"] == 1
-    assert not line["finalists"][0]["proven"]
+    assert {one["identical_share"] for one in line["finalists"]} == {1}
+    assert [one["proven"] for one in line["finalists"]].count(False) == 1
 
 
 def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
@@ -181,7 +182,7 @@ def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
         kept.setdefault(run, []).append(sample)
 
     whole, rounds = tuned(model, items, on_sample=keep)
-    assert sorted(len(some) for some in kept.values()) == [8] * 4 + [16] * 5 + [20] * 4
+    assert sorted(len(some) for some in kept.values()) == [8] * 5 + [16] * 6 + [20] * 4
     some = {number: list(samples) for number, samples in kept.items() if number % 3}
     before = {number: len(samples) for number, samples in kept.items()}
     again, more = tuned(model, items, known=lambda run: some.get(run, []), on_sample=keep)
@@ -194,16 +195,15 @@ def test_by_clock(model, items, judge):
     """Seconds per token, of the same items; here as an earlier run left them."""
     judge(lambda mode, number: True)
     kept: dict[int, list] = {}
-    two = candidates(model, SOME[:2], [4])
+    two = Tried(["sbd"], SOME[:2], [4])
     tuned(model, items, two, on_sample=lambda run, one: kept.setdefault(run, []).append(one))
-    baseline = len(two)
 
     def timed(run):
-        each = 2.0 if run // 2 == baseline else 0.5
+        each = 2.0 if run // 2 == 0 else 0.5
         return [replace(one, wall_s=each * len(one.token_ids)) for one in kept.get(run, [])]
 
     line, _ = tuned(model, items, two, Target(0.4, 0.9, "clock"), known=timed)
-    assert [one["speed"] for one in line["finalists"]] == pytest.approx([4.0] * 3)
+    assert [one["speed"] for one in line["finalists"]] == pytest.approx([4.0] * 2)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_items_come_once_and_by_lot(model, items, judge):
     judge(lambda mode, number: True)
     kept: dict[int, list] = {}
     line, _ = tuned(
-        model, items * 3, candidates(model, ("fixed:2",), [4]),
+        model, items * 3, Tried(solvers=["fixed:2"], block_sizes=[4]),
         on_sample=lambda run, one: kept.setdefault(run, []).append(one),
     )  # fmt: skip
     assert line["confirmed_on"] == 20
@@ -240,14 +240,74 @@ def test_a_baseline_that_is_rarely_right_is_looked_at_longer(model, items, judge
     """Nothing right among the first items: the other picking items are asked as well."""
     order: list[int] = []
     judge(lambda mode, number: order.append(number) is None and len(set(order)) > 12)
-    line, _ = tuned(model, items, [{"mode": "verified"}])
+    line, _ = tuned(model, items)
     assert line["picked_on"] >= 8
 
 
-def test_a_baseline_that_is_never_right_is_refused(model, items, judge):
+def test_a_baseline_that_is_never_right(model, items, judge):
+    """It has nothing to lose; verified decoding in float32 is judged by its tokens."""
     judge(lambda mode, number: False)
     with pytest.raises(ValueError, match="token by token gets none of 20 items right"):
         tuned(model, items)
+    assert all(one["proven"] for one in tuned(model, items, VERIFIED)[0]["finalists"])
+    half = load(model.name, dtype="bfloat16")
+    with pytest.raises(ValueError, match="token by token gets none of 20 items right"):
+        tuned(half, items, VERIFIED)
+
+
+def test_items_without_right_answers(model):
+    """Right is what token by token says."""
+    form = Form(TASKS["prompts"], chat=False)
+    asked = [Item(str(n), f"question {n}", "", None) for n in range(12)]
+    line, rounds = tuned(model, asked, Tried(solvers=["fixed:4"], block_sizes=[4]), form=form)
+    assert not line["judged"]
+    assert rounds[0]["settings"][0]["drop"] == 1 - rounds[0]["settings"][0]["identical_share"] > 0
+    exact = [one for one in line["finalists"] if one["mode"] == "verified"]
+    assert [(one["score"], one["drop"], one["proven"]) for one in exact] == [(1, 0, True)] * 2
+
+
+def test_verified_settings_to_try(model):
+    """One branch, all, and the arithmetic's for each size; the six that it says are quickest."""
+    tried = VERIFIED.verified(model, 1)
+    assert len(tried) == tune.MOST_VERIFIED
+    assert len({tuple(one.items()) for one in tried}) == len(tried)
+    assert {one["block_size"] for one in tried} == {2, 3, 4}, "up to the checkpoint's"
+    more = Tried(block_sizes=[8]).verified(model, 1)
+    assert {(one["branches"], one["seeds"]) for one in more} >= {(1, 0), (8, 0)}
+    spent = [
+        model.best_spending(
+            one["block_size"], 1, fixed_size=True, branches=one["branches"], seeds=one["seeds"]
+        ).seconds_per_token
+        for one in tried
+    ]
+    assert spent == sorted(spent)
+    assert Tried(["sbd"]).verified(model, 1) == []
+    assert Tried(block_sizes=[1]).verified(model, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("tried", "message"),
+    [
+        (Tried(["ntp"]), "mode must be one of sbd, verified to be tuned, got ntp"),
+        (Tried(block_sizes=[4, 0]), "block_size must be an integer of at least 1, got 0"),
+        (Tried(["verified"], block_sizes=[1]), "blocks of one token leave nothing to try"),
+        (Tried(solvers=["best"]), "solver must be one of"),
+    ],
+)
+def test_bad_settings_to_try(model, tried, message):
+    with pytest.raises(ValueError, match=message):
+        tried.check(model)
+
+
+def test_words():
+    nothing: dict = dict.fromkeys(tune.NAMES)
+    assert words(nothing | {"mode": "ntp", "block_size": 4}) == "ntp"
+    sbd = {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
+    assert words(nothing | sbd) == words(sbd) == "sbd fixed:2 4"
+    drafted = {"mode": "verified", "solver": "fixed:2", "block_size": 3}
+    assert words(drafted) == "verified 3"
+    assert words(drafted | {"branches": 1, "seeds": 0}) == "verified 3, 1 branch"
+    assert words(drafted | {"branches": 2, "seeds": 1}) == "verified 3, 2 branches, 1 seed"
 
 
 def test_items_needed():
@@ -273,7 +333,8 @@ OPTIONS = (
 
 def test_command(run, checkpoint, tmp_path, judge):
     judge(lambda mode, number: True)
-    folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "copy")
+    settings = {"trained": True, "mode": "verified", "branches": 2, "seeds": 1}
+    folder = shutil.copytree(checkpoint("llama", settings=settings), tmp_path / "copy")
     out = tmp_path / "tuned.json"
     words = (folder, "--task", "json", *OPTIONS, "--out", out, "--mask-token-id", "7", "--write")
     record = run("tune", *words, "--json").json
@@ -283,6 +344,7 @@ def test_command(run, checkpoint, tmp_path, judge):
     defaults = load(folder).defaults
     assert defaults["solver"] == line["chosen"]["solver"]
     assert defaults["block_size"] == line["chosen"]["block_size"]
+    assert not {"branches", "seeds"} & set(defaults), "those of what was chosen before"
     assert json.loads(out.read_text()) == record
     assert "is there already" in run("tune", *words).error
     shown = run("tune", *words, "--resume").out
@@ -321,6 +383,28 @@ def test_command_on_a_benchmark(run, checkpoint, tmp_path, monkeypatch):
     assert record["results"][0]["confirmed_on"] == 2
 
 
+def test_command_on_prompts(run, tmp_path, items):
+    """Nothing lost, nothing judged: what is drafted goes into the checkpoint, and is used."""
+    folder = shutil.copytree(BUNDLED["nano"], tmp_path / "copy")
+    before = load(folder).defaults
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in items[:6]))
+    words = ("--task", "prompts", "--data", data, "--max-new-tokens", "12", "--pack", "off")
+    shown = run("tune", folder, *words, "--mode", "verified", "--by", "forwards").out
+    assert "same" in shown
+    assert "0, exact" in shown
+    stored = load(folder).defaults
+    assert f"chosen: {tune.words(stored)}, " in shown
+    assert "branch" in tune.words(stored)
+    assert stored["solver"] == before["solver"], "for whoever asks for mode sbd"
+    used = settings_for(load(folder), 7)
+    drafted = used.mode, used.block_size, used.branches, used.seeds
+    assert drafted == ("verified", stored["block_size"], stored["branches"], stored["seeds"])
+    sbd = settings_for(load(folder), mode="sbd")
+    assert (sbd.branches, sbd.seeds) == (None, 0)
+    assert settings_for(load(folder), branches=2).branches == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -331,7 +415,12 @@ def test_command_on_a_benchmark(run, checkpoint, tmp_path, monkeypatch):
         (("nano", "--no-write", "--split", "test"), "--plain and --split are for benchmark tasks"),
         (("nano", "--no-write", "--task", "gsm8k"), "task gsm8k needs its rows"),
         (("nano", "--no-write", "--task", "json", "--limit", "1"), "needs at least 2 items"),
-        (("nano", "--no-write", "--data", "x", "--task", "prompts"), "--data is for one --task of"),
+        (("nano", "--no-write", "--data", "x"), "--data is for one --task of gsm8k"),
+        (("nano", "--no-write", "--mode", "ntp"), "mode must be one of sbd, verified to be tuned"),
+        (
+            ("nano", "--no-write", "--mode", "verified", "--solver", "fixed:2"),
+            "--solver is for mode sbd, which --mode leaves out",
+        ),
         (("nano", "--no-write", "--solver", "best"), "solver must be one of"),
         (("nano", "--no-write", "--resume"), "resume: no record to go on with"),
         (("nano", "--no-write", "--max-drop", "-1"), "--max-drop must lie in 0..100 points"),

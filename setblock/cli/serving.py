@@ -16,6 +16,7 @@ from setblock.cli.common import (
     MaskTokenOption,
     ModelName,
     ModeOption,
+    PackOption,
     SolverOption,
     Switch,
     app,
@@ -92,6 +93,7 @@ def serve(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    pack: PackOption = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -129,8 +131,9 @@ def serve(
     if engine is Engine.vllm:
         from setblock.vllm.command import command
 
-        if device or as_json:
-            raise ValueError(f"{'--device' if device else '--json'} is for engine transformers")
+        ours = {"--device": device, "--json": as_json, "--pack": pack}
+        if name := next((name for name, value in ours.items() if value), None):
+            raise ValueError(f"{name} is for engine transformers")
         more = ["--host", host, "--port", str(port), *(words or ())]
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
@@ -160,7 +163,7 @@ def serve(
             listening.bind((host, port))
         except OSError as error:
             raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
-        model = load_model(model_name, dtype, device, mask_token_id)
+        model = load_model(model_name, dtype, device, mask_token_id, pack=pack)
         if not model.trained and not allow_untrained:
             raise ValueError(
                 f"{model_name} was never trained for set block decoding: its blocks would hardly "

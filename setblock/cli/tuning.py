@@ -13,6 +13,7 @@ from setblock.cli.common import (
     JsonOption,
     MaskTokenOption,
     ModelName,
+    PackOption,
     app,
     err,
     load_model,
@@ -28,7 +29,7 @@ def tune(
     model_name: ModelName,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="As for `evaluate`, one with right answers. Default: nano."),
+        typer.Option(help="As for `evaluate`, but perplexity. Default: nano."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="The task's rows, as for `evaluate`.")] = None,
     split: Annotated[
@@ -49,18 +50,26 @@ def tune(
     by: Annotated[
         str, typer.Option(help="What is fastest: clock (seconds per token) or forwards.")
     ] = "clock",
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="To try, sbd or verified; may be given again. Default: both."),
+    ] = None,
     solver: Annotated[
         list[str] | None,
-        typer.Option(help="To try; may be given again. Default: eleven of three kinds."),
+        typer.Option(help="To try in mode sbd; may be given again. Default: eleven, of 3 kinds."),
     ] = None,
     block_size: Annotated[
-        list[int] | None, typer.Option(help="To try; may be given again. Default: the model's.")
+        list[int] | None,
+        typer.Option(
+            help="To try; may be given again. Default: the model's, in mode verified all up to it."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Items decoded together.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    pack: PackOption = None,
     write: Annotated[
         bool,
         typer.Option(
@@ -82,11 +91,17 @@ def tune(
 
     Tries solvers, block sizes and verified decoding on half of the items, fewer settings on more
     items in each round; the last three answer the other half, and the fastest whose loss there is
-    proven to be small enough is chosen. Verified decoding in float32 needs no proof: its text is
-    that of token by token; how many of its drafts are accepted is measured first, and how much to
-    draft follows from that. If nothing is both proven and faster, no setting is written.
+    proven to be small enough is chosen. If nothing is both proven and faster, no setting is
+    written.
 
-    With the default solvers it decodes each picking item about three times, each confirming one
+    Verified decoding in float32 needs no proof: its text is that of token by token. How many of its
+    drafts are accepted is measured first; of all block sizes and numbers of branches the six that
+    are quickest by arithmetic are tried. Tune with the --batch-size that you will decode with.
+
+    On items without right answers, such as --task prompts, an answer is right that says what token
+    by token says. To lose nothing: --mode verified --task prompts --data YOURS.jsonl.
+
+    Each picking item is decoded about three times, with the default solvers, each confirming one
     four times.
     """
     from setblock import evaluate, nano
@@ -115,9 +130,9 @@ def tune(
         for family in evaluate.families(task or ["nano"]):
             items += nano.problems(family, "validation", limit)
     else:
-        if not task or len(task) != 1 or task[0] not in TASKS or TASKS[task[0]].check is None:
-            known = ", ".join(name for name, one in TASKS.items() if one.check)
-            raise ValueError(f"--data is for one --task of {known}; got {task}")
+        if not task or len(task) != 1 or task[0] not in TASKS:
+            got = " ".join(task or ["none"])
+            raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {got}")
         if split is not None and Path(data).exists():
             raise ValueError("--split is for hub datasets; a file is one split")
         rows = read_rows(data, split or "validation")
@@ -125,10 +140,12 @@ def tune(
         items = load_items(TASKS[task[0]], rows, limit)
     if len(items) < 2:
         raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
-    model = load_model(model_name, dtype, device, mask_token_id)
+    tried = tuning.Tried(mode or tuning.MODES, solver or tuning.SOLVERS, block_size)
+    if solver and "sbd" not in tried.modes:
+        raise ValueError("--solver is for mode sbd, which --mode leaves out")
+    model = load_model(model_name, dtype, device, mask_token_id, pack=pack)
     warn_untrained(model, "sbd")
-    sizes = block_size or [model.defaults["block_size"]]
-    tried = tuning.candidates(model, solver or tuning.SOLVERS, sizes)
+    tried.check(model)
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if form and not form.chat:
         common["stop"] = form.task.stop
@@ -138,12 +155,13 @@ def tune(
         "mask_token_id": mask_token_id,
         "dtype": dtype and dtype.value,
         "device": device,
+        "pack": pack and pack.value,
         "task": task,
         **(form.describe() if form else {}),
         "limit": limit,
         **asdict(target),
         "batch_size": batch_size,
-        "settings": tried,
+        "tried": asdict(tried),
         "common": common,
     }
     acceptance = model.acceptance
@@ -152,7 +170,7 @@ def tune(
     line = journal.finished(0)
     if line is None:
         record["rounds"] = []
-        for options in (tuning.BASELINE, tried[0]):
+        for options in (tuning.BASELINE, {"mode": "verified"}):
             warm_up(model, {**options, **common})
 
         def note(done: dict[str, Any]) -> None:
@@ -180,8 +198,10 @@ def tune(
     if write and measured is not None:
         write_settings(model_name, acceptance=measured)
     if written:
-        names = ("mode", "solver", "block_size")
-        settings = {name: chosen[name] for name in names if chosen[name]}
+        # Another choice's branches and seeds are taken away; the solver stays, for mode sbd.
+        settings = {name: chosen[name] for name in tuning.NAMES}
+        if chosen["solver"] is None:
+            del settings["solver"]
         if mask_token_id is not None:
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
@@ -190,18 +210,18 @@ def tune(
     if as_json:
         print_json(record)
         return
-    out.print(_table(line["finalists"], by))
+    out.print(_table(line["finalists"], by, line["judged"]))
     if any(one["mode"] == "verified" and one["proven"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
     if measured is not None:
         kept = ", and written" if write else ""
         out.print(f"acceptance of drafted tokens: {measured:.2f}, was {acceptance:.2f}{kept}")
     unit = "the speed of token by token" if by == "clock" else "fewer forwards than token by token"
-    out.print(f"chosen: {_words(chosen)}, {chosen['speed']:.2f} times {unit}")
+    out.print(f"chosen: {tuning.words(chosen)}, {chosen['speed']:.2f} times {unit}")
     if written:
         out.print(
             f"written into {Path(model_name) / 'generation_config.json'}, where it was "
-            f"{_words(old)}"
+            f"{tuning.words(old)}"
         )
     if chosen["mode"] == "ntp":
         need = tuning.items_needed(target)
@@ -213,25 +233,21 @@ def tune(
         )
 
 
-def _words(settings: dict[str, Any]) -> str:
-    """Mode, and what it uses, in a few words; token by token uses neither solver nor blocks."""
-    names = ("mode",) if settings["mode"] == "ntp" else ("mode", "solver", "block_size")
-    return " ".join(str(settings[name]) for name in names if settings[name])
+def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
+    from setblock.tune import words
 
-
-def _table(lines: list[dict[str, Any]], by: str) -> Table:
     shown = Table(title="Against token by token, on the items that had no part in picking")
     gain = "speed" if by == "clock" else "forwards"
-    for name in ("mode", "solver", "block", "score", "loss", "at most", gain, "proven"):
-        shown.add_column(name, justify="left" if name in ("mode", "solver") else "right")
+    score = "score" if judged else "same"
+    for name in ("setting", score, "loss", "at most", "per forward", gain, "proven"):
+        shown.add_column(name, justify="left" if name == "setting" else "right")
     for line in lines:
         shown.add_row(
-            line["mode"],
-            line["solver"] or "",
-            str(line["block_size"] or ""),
+            words(line),
             f"{line['score']:.1%}",
             f"{100 * line['drop']:.1f}",
-            f"{100 * line['drop_bounds'][1]:.1f}",
+            "0, exact" if line["lossless"] else f"{100 * line['drop_bounds'][1]:.1f}",
+            f"{line['tokens_per_forward']:.2f}",
             f"{line['speed']:.2f}x",
             "yes" if line["proven"] else "no",
         )
