@@ -282,29 +282,42 @@ def families(tasks: Sequence[str]) -> list[str]:
 def table(results: Sequence[dict[str, Any]]) -> Table:
     """The lines of a record as a table, narrow enough for a terminal.
 
-    What all lines share of model and batch size is in the title.
+    What all lines share of model, batch size and number of items is in the title.
     """
     models = {line["model"] for line in results}
     sizes = {line.get("batch_size") for line in results} - {None}  # perplexity has no batches
+    counts = {line["n"] for line in results}
     common = [*models] * (len(models) == 1) + [f"batch size {s}" for s in sizes] * (len(sizes) == 1)
+    common += [f"{counted(n)} of each task" for n in counts] * (len(counts) == 1)
     shown = Table(title=Text(", ".join(common)) if common else None)
     who = "decoding" if len(models) == 1 else "model and decoding"
-    for name in ("task", who, "n", "score", "95 %", "per forward", "seconds"):
-        words = name in ("task", who)
-        justify = "left" if words else "right"
-        shown.add_column(
-            name, justify=justify, no_wrap=not words or name == "task", overflow="fold"
-        )
-    for line in results:
+    names = [_name(line, model=len(models) > 1) for line in results]
+    shown.add_column("task", no_wrap=True)
+    shown.add_column(who, overflow="fold", min_width=_longest_word(names))
+    for name in ([] if len(counts) == 1 else ["n"]) + ["score", "95 %"]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for name in ("tokens per\nforward", "seconds"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for line, name in zip(results, names, strict=True):
         shown.add_row(
             line["task"],
-            _name(line, model=len(models) > 1),
-            str(line["n"]),
+            name,
+            *([] if len(counts) == 1 else [str(line["n"])]),
             *_score_cells(line),
             f"{line['tokens_per_forward']:.2f}",
             f"{line['wall_s']:.1f}",
         )
     return shown
+
+
+def counted(items: int) -> str:
+    """A number of items in words: "1 item", "20 items"."""
+    return f"{items} item{'s' * (items != 1)}"
+
+
+def _longest_word(names: Sequence[str]) -> int:
+    """Cells of the longest word that fits beside the other columns: "prefix:0.99" stays whole."""
+    return max(len(word) for name in names for word in name.split() if len(word) <= 20)
 
 
 def _name(line: Mapping[str, Any], model: bool) -> str:
@@ -315,26 +328,39 @@ def _name(line: Mapping[str, Any], model: bool) -> str:
 def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["score"] is None:
         return "", ""
-    form = ".3f" if line["task"] == PERPLEXITY else ".1%"
-    low, high = line["interval"] or (math.nan, math.nan)
-    return f"{line['score']:{form}}", f"{low:{form}}-{high:{form}}" if line["interval"] else ""
+    if line["task"] == PERPLEXITY:
+        score, interval, unit = f"{line['score']:.3f}", "{:.3f}-{:.3f}", 1
+    else:
+        score, interval, unit = f"{line['score']:.1%}", "{:.1f}-{:.1f}", 100
+    bounds = [unit * bound for bound in line["interval"] or ()]
+    return score, interval.format(*bounds) if bounds else ""
 
 
 def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """Each setting beside the first of its task, on the same problems."""
     several = len({one[who]["model"] for one in comparisons for who in ("first", "second")}) > 1
-    shown = Table(title="Each setting against the first of its task (McNemar's exact test)")
-    for name in ("task", "second against first", "right alone", "p", "same", "clock"):
-        words = name in ("task", "second against first")
-        justify = "left" if words else "right"
-        shown.add_column(
-            name, justify=justify, no_wrap=not words or name == "task", overflow="fold"
-        )
-    for one in comparisons:
+    names = [[_name(one[who], several) for who in ("first", "second")] for one in comparisons]
+    firsts = {first for first, _ in names}
+    first = Text(firsts.pop()) if len(firsts) == 1 else None
+    if first is None:
+        names = [["", f"{second} against {first}"] for first, second in names]
+    shown = Table(
+        title=Text("Against ").append(first or "the first setting of the task"),
+        caption="right alone: problems that only this setting got right : that only the other did, "
+        "and p of McNemar's exact test. same: answers with the same tokens. clock: how many times "
+        "as fast, at this batch size",
+        caption_justify="left",
+    )
+    shown.add_column("task", no_wrap=True)
+    words = [second for _, second in names]
+    shown.add_column("decoding", overflow="fold", min_width=_longest_word(words))
+    for name in ("right alone", "p", "same", "clock"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for one, name in zip(comparisons, words, strict=True):
         alone = "" if one["p_value"] is None else f"{one['only_second']} : {one['only_first']}"
         shown.add_row(
             one["task"],
-            f"{_name(one['second'], several)} against {_name(one['first'], several)}",
+            name,
             alone,
             "" if one["p_value"] is None else f"{one['p_value']:.3g}",
             f"{one['identical_share']:.0%}",

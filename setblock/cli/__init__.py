@@ -1,5 +1,7 @@
 """The `setblock` command. Every command also answers in JSON; errors are one line on stderr."""
 
+import atexit
+import gc
 import sys
 
 import typer
@@ -32,6 +34,8 @@ __all__ = [
 
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
+    # Else the interpreter takes a second at its end to search all of torch for garbage.
+    atexit.register(gc.freeze)
     try:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes

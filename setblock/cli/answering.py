@@ -33,6 +33,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    starting,
     warm_up,
     warn_untrained,
 )
@@ -93,7 +94,8 @@ def generate(
 
     Seconds count neither loading nor the warm-up (a two-token answer to a one-token prompt).
     """
-    from setblock.generation import encode, settings_for, stream
+    with starting():
+        from setblock.generation import encode, settings_for, stream
 
     text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
@@ -234,9 +236,10 @@ def demo(
 
     `--model smollm2` is SmolLM2-135M-Instruct with an adapter; `make demo-smollm2` installs it.
     """
-    from setblock import live as show
-    from setblock import nano
-    from setblock.records import new_record
+    with starting():
+        from setblock import live as show
+        from setblock import nano
+        from setblock.records import new_record
 
     model = load_model(model_name, None, None, None)
     own_mode = Mode(model.defaults["mode"])

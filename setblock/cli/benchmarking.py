@@ -29,6 +29,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    starting,
     warn_untrained,
 )
 
@@ -100,12 +101,13 @@ def benchmark(
     forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up
     is what a run's forwards would take by themselves.
     """
-    from setblock import benchmark as measure
-    from setblock import contenders, machines
-    from setblock.generation import encode, settings_for
-    from setblock.plan import beside_measured
-    from setblock.records import Journal
-    from setblock.roofline import DISPATCH_S
+    with starting():
+        from setblock import benchmark as measure
+        from setblock import contenders, machines
+        from setblock.generation import encode, settings_for
+        from setblock.plan import beside_measured
+        from setblock.records import Journal
+        from setblock.roofline import DISPATCH_S
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
@@ -230,10 +232,11 @@ def profile(
     takes time itself, most of all where operations are small; the table says how much.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
-    from setblock import benchmark as measure
-    from setblock import profiling
-    from setblock.generation import encode, settings_for
-    from setblock.records import Journal
+    with starting():
+        from setblock import benchmark as measure
+        from setblock import profiling
+        from setblock.generation import encode, settings_for
+        from setblock.records import Journal
 
     numbers = {"limit": limit, "repeats": repeats, "max-new-tokens": max_new_tokens}
     for name, value in {**numbers, "prompt-length": prompt_length}.items():
@@ -304,8 +307,14 @@ def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
 
 def _contenders(lines: list[dict[str, Any]]) -> Table:
     """One section for each batch size and prompt length; fits into 80 columns."""
-    shown = Table(title="Against token by token (ntp); median, least to most of the rounds")
-    shown.add_column("decoding", overflow="fold", max_width=12)
+    shown = Table(
+        title="Against token by token (ntp); median, least to most of the rounds",
+        caption="with prompt: its forward included, which the speed-up leaves out. of ceiling: "
+        "share of what the costs of bare forwards would allow. same: answers with the tokens of ntp. "
+        "lookup: transformers' decoding that copies from the prompt",
+        caption_justify="left",
+    )
+    shown.add_column("decoding", overflow="fold", min_width=12, max_width=12)
     names = ("per forward", "tokens/s", "speed-up", "with prompt", "of ceiling", "same")
     for name in names:
         shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
@@ -320,7 +329,7 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
         gains = [
             ""
             if line[name] is None
-            else "{:.2f}x\n{:.2f}-{:.2f}".format(line[name], *line[name + "_range"])
+            else "{}x\n{}-{}".format(*map(_three_digits, (line[name], *line[name + "_range"])))
             for name in ("speedup", "total_speedup")
         ]
         shown.add_row(
@@ -332,6 +341,10 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
             f"{line['identical_share']:.0%}",
         )
     return shown
+
+
+def _three_digits(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def _forwards(lines: list[dict[str, Any]]) -> Table:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -193,11 +194,12 @@ def load_model(
     pack: Switch | None = None,
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
-    from transformers.utils import logging as transformers_logging
-
-    from setblock.loading import load
-
     quiet_libraries()
+    with starting():
+        from transformers.utils import logging as transformers_logging
+
+        from setblock.loading import load
+
     transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -210,6 +212,11 @@ def load_model(
             compile=compile.value,
             pack=None if pack is None else pack is Switch.on,
         )
+
+
+def starting() -> Status:
+    """A spinner on a terminal, for the seconds that importing torch and transformers takes."""
+    return err.status("starting")
 
 
 def quiet_libraries() -> None:

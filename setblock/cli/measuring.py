@@ -31,6 +31,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    starting,
     warm_up,
     warn_untrained,
 )
@@ -133,14 +134,15 @@ def evaluate(
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
     """
-    from setblock import evaluate as evaluation
-    from setblock import nano
-    from setblock.generation import settings_for
-    from setblock.live import progress_bar
-    from setblock.loading import fingerprint_of
-    from setblock.records import Journal
-    from setblock.scores import Sample, compare
-    from setblock.tasks import load_items
+    with starting():
+        from setblock import evaluate as evaluation
+        from setblock import nano
+        from setblock.generation import settings_for
+        from setblock.live import progress_bar
+        from setblock.loading import fingerprint_of
+        from setblock.records import Journal
+        from setblock.scores import Sample, compare
+        from setblock.tasks import load_items
 
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from setblock.cli.common import JsonOption, app, out, print_json
+from setblock.cli.common import JsonOption, app, out, print_json, starting
 
 
 @app.command()
@@ -27,7 +27,8 @@ def report(
 
     Answers of `demo --json` replay in the page forward by forward, each mode beside the others.
     """
-    from setblock.report import write
+    with starting():
+        from setblock.report import write
 
     files = write(records, out_dir)
     if as_json:

@@ -23,6 +23,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    starting,
 )
 
 
@@ -40,7 +41,8 @@ def export(
     the checkpoint's settings say; without, token by token. An adapter is folded into its base; a
     gated one is refused.
     """
-    from setblock.export import export as write
+    with starting():
+        from setblock.export import export as write
 
     # As it is stored, where nothing is said.
     model = load_model(model_name, dtype or "auto", "cpu", mask_token_id, pack=Switch.off)

@@ -25,6 +25,7 @@ from setblock.cli.common import (
     out,
     print_json,
     quiet_libraries,
+    starting,
 )
 
 
@@ -55,7 +56,8 @@ def prompts(
     Then: setblock train --model MODEL --data FILE --chat --answers model ... What a chat model
     writes where its chat template has the user speak is what it knows of its users.
     """
-    from setblock.prompts import Sampling, write_prompts
+    with starting():
+        from setblock.prompts import Sampling, write_prompts
 
     if not out_file.parent.is_dir():
         raise ValueError(f"no folder {str(out_file.parent)!r} for --out")
@@ -172,9 +174,10 @@ def train(
 
     quiet_libraries()
     _check_packages()
-    from setblock.finetune import finetune
-    from setblock.run import Run
-    from setblock.watch import Stopped
+    with starting():
+        from setblock.finetune import finetune
+        from setblock.run import Run
+        from setblock.watch import Stopped
 
     typed = {
         **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
@@ -232,7 +235,8 @@ def merge(
     """Write a trained model as one checkpoint, an adapter folded into its base."""
     quiet_libraries()
     _check_packages()
-    from setblock.finetune import merge as fold
+    with starting():
+        from setblock.finetune import merge as fold
 
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty")

@@ -19,6 +19,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    starting,
     warm_up,
     warn_untrained,
 )
@@ -104,14 +105,14 @@ def tune(
     Each picking item is decoded about three times, with the default solvers, each confirming one
     four times.
     """
-    from setblock import evaluate, nano
-    from setblock import tune as tuning
-    from setblock.checkpoint import BUNDLED, write_settings
-    from setblock.loading import fingerprint_of
-    from setblock.records import Journal
-    from setblock.scores import Sample
-    from setblock.tasks import TASKS, load_items, read_rows
-
+    with starting():
+        from setblock import evaluate, nano
+        from setblock import tune as tuning
+        from setblock.checkpoint import BUNDLED, write_settings
+        from setblock.loading import fingerprint_of
+        from setblock.records import Journal
+        from setblock.scores import Sample
+        from setblock.tasks import TASKS, load_items, read_rows
     if not 0 <= max_drop < 100:
         raise ValueError(f"--max-drop must lie in 0..100 points, 100 left out, got {max_drop:g}")
     target = tuning.Target(max_drop / 100, confidence, by)
