@@ -1,6 +1,7 @@
 """One training run as the command line asks for it: rows of a file in, a MODEL out."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 from peft import PeftConfig
-from transformers import set_seed
+from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from setblock import adapters
 from setblock.answers import regenerate
@@ -31,7 +32,7 @@ from setblock.resume import (
 )
 from setblock.run import OWN, Run, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
-from setblock.watch import DecodeProbe, SaveOnSignal, prompts_of, stop_at_once
+from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of, stop_at_once
 
 
 def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
             "block_size": config.max_block_size,
             "max_new_tokens": run.answer_tokens,
         }
-        probe = DecodeProbe(model, held_out, run.decode_every, options)
+        probe = DecodeProbe(model, held_out, run.decode_every, options, say)
         probe.results += decodings
     try:
         trainer = SBDTrainer(
@@ -163,6 +164,11 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         )
     except RuntimeError as error:  # such as a tracker that is not installed
         raise ValueError(str(error)) from error
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(LogLines(say))
+    if not config.disable_tqdm and sys.stderr.isatty():
+        trainer.add_callback(Bar())
     trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
     cost = estimate(trainer)
     say(describe(cost))
@@ -352,7 +358,8 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     with PartialState().main_process_first(), stop_at_once():
         own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
     tokens = sum(sum(mask) for mask in own["completion_mask"])
-    say(f"{len(own)} of {len(rows)} answers are trained on, {tokens:,} tokens")
+    rest = "; the others are empty" if len(own) < len(rows) else ""
+    say(f"{len(own)} of {len(rows)} answers are trained on, {tokens:,} tokens{rest}")
     return own
 
 

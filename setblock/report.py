@@ -152,7 +152,7 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "setblock[plot]"') from error
+        raise ImportError("plots need matplotlib: pip install '.[plot]' in the checkout") from error
     drawn: list[tuple[Path, str]] = []
 
     def save(figure: Any, name: str, title: str) -> None:

@@ -27,7 +27,7 @@ class Sampler:
         t, p, k, seed = self.temperature, self.top_p, self.top_k, self.seed
         if not _is(t, float, int) or not (t == 0 or 1e-45 <= t <= 1e6):  # as float32 has them
             raise ValueError(
-                f"temperature must be a finite number >= 0: 0, or from 1e-45 to 1e6, got {t!r}"
+                f"temperature must be 0, which is greedy, or lie in 1e-45..1e6, got {t!r}"
             )
         if not _is(p, float, int) or not 0 < p <= 1:
             raise ValueError(f"top_p must be a number in (0, 1], got {p!r}")

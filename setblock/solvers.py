@@ -185,8 +185,13 @@ def parse(text: str) -> Solver:
     """
     name, _, number = text.partition(":")
     try:
-        make, kind, _ = FORMS[name]
-        return make(kind(number))
+        make, kind, field = FORMS[name]
+        try:
+            value = kind(number)
+        except ValueError:
+            whole = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{field} must be {whole}, got {number!r}") from None
+        return make(value)
     except (KeyError, ValueError) as error:
         forms = ", ".join(f"{form}:{field}" for form, (_, _, field) in FORMS.items())
         reason = f" ({error})" if name in FORMS else ""

@@ -111,7 +111,7 @@ def _loaded(name: str, read: Callable[[Any], Iterable[Any]]) -> tuple[Any, ...]:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f'{name} is read by the library datasets: pip install "setblock[eval]"'
+            f"{name} is read by the library datasets: pip install '.[eval]' in the checkout"
         ) from error
     try:
         return tuple(read(datasets))
@@ -221,7 +221,9 @@ def _same_expression(item: Item, text: str) -> bool:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError('task math needs math-verify: pip install "setblock[eval]"') from error
+        raise ImportError(
+            "task math needs math-verify: pip install '.[eval]' in the checkout"
+        ) from error
     if boxed := _boxed(text):
         text = f"\\boxed{{{boxed[-1]}}}"  # of several, which it would take together
     return bool(verify(parse(item.target), parse(text)))

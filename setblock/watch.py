@@ -1,17 +1,20 @@
-"""Callbacks of a training run: stop and save on a signal, decode held-out prompts now and then."""
+"""Callbacks of a training run.
+
+Lines of its losses, a stop and a checkpoint on a signal, held-out prompts decoded now and then.
+"""
 
 import json
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from setblock.generation import generate
 from setblock.model import Model
@@ -79,18 +82,64 @@ class SaveOnSignal(TrainerCallback):
             signal.raise_signal(number)
 
 
+class LogLines(TrainerCallback):
+    """Says a line for each logged step: losses, accuracy, speed and the time that is left."""
+
+    PARTS = (  # of a logged line, which SBDTrainer writes
+        ("ntp_loss", "next-token loss {:.3f}"),
+        ("matp_loss", "masked-token loss {:.3f}"),
+        ("matp_accuracy", "{:.1%} of masked tokens right"),
+        ("eval_ntp_loss", "held-out next-token loss {:.3f}"),
+        ("eval_matp_loss", "held-out masked-token loss {:.3f}"),
+        ("eval_matp_accuracy", "{:.1%} of masked tokens right"),
+        ("tokens_per_second", "{:.0f} tokens a second"),
+    )
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._begin, self._first = 0.0, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begin, self._first = time.monotonic(), state.global_step
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        parts = [form.format(logs[name]) for name, form in self.PARTS if name in logs]
+        done = state.global_step - self._first
+        if not (state.is_world_process_zero and parts and done):
+            return
+        left = (time.monotonic() - self._begin) / done * (state.max_steps - state.global_step)
+        parts.append(f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left")
+        self.say(f"step {state.global_step} of {state.max_steps}: {', '.join(parts)}")
+
+
+class Bar(ProgressCallback):
+    """transformers' progress bar, without the logged values, which LogLines says."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
 class DecodeProbe(TrainerCallback):
     """Decodes held-out prompts every `every` steps, before the first and after the last.
 
     A run that goes on has its first decoding behind it. Each time one more entry of `results`, also
     written to log.jsonl: step, tokens_per_forward, and score, the share of answers that end in the
     same final answer as the row's completion (its last number; the whole text where it holds none).
-    options: of `generate`.
+    options: of `generate`. say: told a line of each result.
     Effects: every rank decodes, since its weights may be in parts on all of them; the first writes.
     """
 
-    def __init__(self, model: Model, rows: Dataset, every: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        rows: Dataset,
+        every: int,
+        options: dict[str, Any],
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.model, self.rows, self.every, self.options = model, rows, every, options
+        self.say = say
         self.results: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -133,6 +182,11 @@ class DecodeProbe(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
+        self.say(
+            f"step {state.global_step}: {len(right)} answers at "
+            f"{result['decode_tokens_per_forward']:.2f} tokens per forward, {sum(right)} of them "
+            "right"
+        )
 
 
 def prompts_of(model: Model, rows: Any) -> list[list[int]]:

@@ -32,12 +32,13 @@ def test_a_prompt_is_the_same_from_every_source(run, trained, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("Grüße\n")
     answers = [
+        run("generate", trained, "Grüße\n", "--json", *SHORT),
         run("generate", trained, "--prompt", "Grüße\n", "--json", *SHORT),
         run("generate", trained, "--prompt-file", file, "--json", *SHORT),
         run("generate", trained, "--json", *SHORT, stdin=io.StringIO("Grüße\n")),
     ]
     first, *others = [answer.json["token_ids"] for answer in answers]
-    assert others == [first, first]
+    assert others == [first, first, first]
     assert tuple(first) == api(trained, "Grüße\n", max_new_tokens=8).token_ids
 
 
@@ -58,6 +59,9 @@ def test_chat_uses_the_template(run, trained):
 
 def test_an_empty_prompt_is_the_bos_token(run, trained):
     assert run("generate", trained, "--prompt", "", "--json", *SHORT).json["prompt_tokens"] == 1
+    for nothing in ("", "\n"):
+        result = run("generate", trained, stdin=io.StringIO(nothing))
+        assert result.error == "no prompt: stdin is empty (--prompt '' is an empty prompt)"
 
 
 class Terminal(io.StringIO):
@@ -67,7 +71,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_is_no_prompt(run, trained):
     result = run("generate", trained, stdin=Terminal("never read"))
-    assert result.error == "no prompt: give --prompt, --prompt-file, --prompt-ids or stdin"
+    assert result.error == "no prompt: give PROMPT, --prompt-file, --prompt-ids or stdin"
 
 
 # generate: the answer
@@ -211,8 +215,8 @@ def test_a_line_break_at_the_end_is_no_part_of_the_prompt(run, trained, tmp_path
 
 def test_closed_streams(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="no prompt: give --prompt"):
-        cli.answering._read_prompt(None, None, None)
+    with pytest.raises(ValueError, match="no prompt: give PROMPT"):
+        cli.answering._read_prompt(None, None, None, None)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(OSError, match="stdout is closed"):
         common.print_json({})

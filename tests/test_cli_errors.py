@@ -42,7 +42,7 @@ SHORT = ["--max-new-tokens", "8"]
             ["--prompt", "a", "--solver", "fixed:0"],
             "n must be an integer from 1 to 2147483647, got 0",
         ),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0, which is greedy"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be"),
         (["--prompt", "a", "--top-k", "-1"], "top_k must be"),
         (["--prompt", "a", "--seed", "-1"], "seed must"),

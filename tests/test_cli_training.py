@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainings import QUICK, one_line, run, train
+from trl import SFTConfig
 
+from setblock.cli import training
+from setblock.config import SBDConfig
 from setblock.loading import load
 from setblock.run import Run, parse_config
 from setblock.train import SBDTrainer
@@ -81,6 +85,40 @@ def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys
         assert 0 <= result["decode_score"] <= 1
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines if "decode_n" in line] == summary["decode"]
+
+
+def test_lines_of_a_run(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    """Of each logged step and each decoding; no bars and no dictionaries where nobody watches."""
+    words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
+    words += ("--max-steps", "4", "--logging-steps", "2", "--use-cpu", "--bf16", "no")
+    words += ("--eval-data", rows, "--eval-strategy", "steps", "--eval-steps", "4")
+    probe = ("--decode-data", rows, "--decode-every", "4", "--answer-tokens", "4")
+    run(monkeypatch, "train", *words, *probe)
+    printed = capsys.readouterr()
+    assert printed.out == f"trained 4 steps, saved to {tmp_path / 'out'}\n"
+    lines = printed.err.splitlines()
+    logged = [line for line in lines if line.startswith("step ")]
+    assert [line.partition(":")[0] for line in logged] == [
+        "step 0", "step 2 of 4", "step 4 of 4", "step 4 of 4", "step 4"
+    ]  # fmt: skip
+    number = r"\d+\.\d{3}"
+    losses = (
+        rf"next-token loss {number}, masked-token loss {number}, \d+\.\d% of masked tokens right"
+    )
+    assert re.fullmatch(rf"step 2 of 4: {losses}, \d+ tokens a second, \d+ s left", logged[1])
+    assert "held-out masked-token loss" in logged[3]
+    assert re.fullmatch(
+        r"step 4: 4 answers at \d\.\d\d tokens per forward, \d of them right", logged[4]
+    )
+    assert "it/s" not in printed.err
+    assert "{" not in printed.err
+
+
+def test_help_names_every_field_of_ours() -> None:
+    ours = {field.name for field in fields(SBDConfig)} - {field.name for field in fields(SFTConfig)}
+    text = " ".join(str(training.train.__doc__).split())
+    for name in ours - {"mask_token_id"}:  # an option of its own
+        assert "--" + name.replace("_", "-") in text
 
 
 def test_held_out_losses(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:

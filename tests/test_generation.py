@@ -110,11 +110,11 @@ def test_every_option_arrives():
         ({"max_new_tokens": -5}, r"max_new_tokens must be an integer of at least 1, got -5"),
         (
             {"temperature": -1.0},
-            r"temperature must be a finite number >= 0: 0, or .* 1e6, got -1.0",
+            r"temperature must be 0, which is greedy, or lie in .*1e6, got -1.0",
         ),
         (
             {"temperature": math.nan},
-            r"temperature must be a finite number >= 0: 0, or .* 1e6, got nan",
+            r"temperature must be 0, which is greedy, or lie in .*1e6, got nan",
         ),
         ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\], got 0.0"),
         ({"top_k": -1}, r"top_k must be an integer >= 0 \(0 keeps every token\), got -1"),

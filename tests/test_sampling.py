@@ -39,7 +39,7 @@ def build(**fields) -> Sampler:
         (
             "temperature",
             [-0.1, math.nan, INF, 1e-50, 1e308, 10**400, "hot", True],
-            "temperature must be a finite number",
+            "temperature must be 0, which is greedy",
         ),
         ("top_p", [0, 0.0, 1.01, -1, math.nan, "all", True], r"top_p must be a number in \(0, 1\]"),
         ("top_k", [-1, 2.5, "3", True], "top_k must be an integer >= 0"),

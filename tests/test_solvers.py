@@ -337,10 +337,10 @@ ACCEPTED = (
         ("greedy", "'greedy'"),
         ("greedy:1", "'greedy:1'"),
         ("Entropy:1", "'Entropy:1'"),
-        ("entropy", "'entropy' (could not convert string to float: '')"),
-        ("entropy:", "'entropy:' (could not convert string to float: '')"),
-        ("entropy:x", "'entropy:x' (could not convert string to float: 'x')"),
-        ("entropy:1:2", "'entropy:1:2' (could not convert string to float: '1:2')"),
+        ("entropy", "'entropy' (GAMMA must be a number, got '')"),
+        ("entropy:", "'entropy:' (GAMMA must be a number, got '')"),
+        ("entropy:x", "'entropy:x' (GAMMA must be a number, got 'x')"),
+        ("entropy:1:2", "'entropy:1:2' (GAMMA must be a number, got '1:2')"),
         ("entropy:nan", "'entropy:nan' (gamma must be a number from 0 to inf, got nan)"),
         ("margin-bound:-1", "'margin-bound:-1' (gamma must be a number from 0 to inf, got -1.0)"),
         ("entropy-threshold:-1",
@@ -351,7 +351,7 @@ ACCEPTED = (
         ("fixed:0", "'fixed:0' (n must be an integer from 1 to 2147483647, got 0)"),
         ("fixed:2147483648",
          "'fixed:2147483648' (n must be an integer from 1 to 2147483647, got 2147483648)"),
-        ("fixed:1.5", "'fixed:1.5' (invalid literal for int() with base 10: '1.5')"),
+        ("fixed:1.5", "'fixed:1.5' (N must be a whole number, got '1.5')"),
     ],
 )  # fmt: skip
 def test_parse_lists_every_accepted_form(text, ending):

@@ -39,7 +39,8 @@ def main() -> None:
     try:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
-        fail(error.format_message() or "a command is missing", error.exit_code)
+        message = error.format_message().replace(": Value error, ", ": ")
+        fail(message or "a command is missing", error.exit_code)
     except OSError as error:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
         fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number

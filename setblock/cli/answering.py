@@ -46,10 +46,13 @@ if TYPE_CHECKING:
 @app.command()
 def generate(
     model_name: ModelName,
-    prompt: Annotated[
+    text: Annotated[
         str | None,
-        typer.Option(help="The prompt. Default: read from stdin, less a line break at its end."),
+        typer.Argument(
+            metavar="[PROMPT]", help="Default: read from stdin, less a line break at its end."
+        ),
     ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The same, spelled out.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File that holds the prompt, less a line break at its end.")
     ] = None,
@@ -97,7 +100,7 @@ def generate(
     with starting():
         from setblock.generation import encode, settings_for, stream
 
-    text_or_ids = _read_prompt(prompt, prompt_file, prompt_ids)
+    text_or_ids = _read_prompt(text, prompt, prompt_file, prompt_ids)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
@@ -332,12 +335,11 @@ def _without_break(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
-    given = [
-        name
-        for name, value in (("--prompt", prompt), ("--prompt-file", file), ("--prompt-ids", ids))
-        if value is not None
-    ]
+def _read_prompt(
+    text: str | None, prompt: str | None, file: Path | None, ids: str | None
+) -> str | list[int]:
+    sources = {"PROMPT": text, "--prompt": prompt, "--prompt-file": file, "--prompt-ids": ids}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"give one prompt: {' and '.join(given)} exclude each other")
     if ids is not None:
@@ -350,8 +352,11 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str 
             return _without_break(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompt-file {file} is not UTF-8: {error}") from error
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin")
-    text = _without_break(sys.stdin.read()) if prompt is None else prompt
+    text = prompt if text is None else text
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt: give PROMPT, --prompt-file, --prompt-ids or stdin")
+        if not (text := _without_break(sys.stdin.read())):
+            raise ValueError("no prompt: stdin is empty (--prompt '' is an empty prompt)")
     text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
     return text

@@ -310,8 +310,8 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
     shown = Table(
         title="Against token by token (ntp); median, least to most of the rounds",
         caption="with prompt: its forward included, which the speed-up leaves out. of ceiling: "
-        "share of what the costs of bare forwards would allow. same: answers with the tokens of ntp. "
-        "lookup: transformers' decoding that copies from the prompt",
+        "share of what the costs of bare forwards would allow. same: answers with the tokens of "
+        "ntp. lookup: transformers' decoding that copies from the prompt",
         caption_justify="left",
     )
     shown.add_column("decoding", overflow="fold", min_width=12, max_width=12)

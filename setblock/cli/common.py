@@ -98,43 +98,47 @@ SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
 BlockSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a block. Default: the checkpoint's, else 16; in mode verified, unless "
-        "--draft is solver, up to that, what is quickest by arithmetic."
+        help="Tokens of a block. Default: the checkpoint's, else 16. Mode verified: the length, up "
+        "to that one, that is quickest by arithmetic; with --draft solver that one."
     ),
 ]
 SeedFirstOption = Annotated[
     bool,
     typer.Option(
         "--next-token-seed",
-        help="Mode sbd: the first token of each block is the next-token one, at no forward's cost.",
+        help="Mode sbd: begin each block with the token that next-token decoding has there. It "
+        "takes no forward of its own.",
     ),
 ]
 FallbackOption = Annotated[
     float | None,
     typer.Option(
-        help="Mode sbd: finish a block token by token once every masked slot's entropy is above "
-        "this many nats. Default: never."
+        help="Mode sbd: once every masked position of a block has an entropy above this many "
+        "nats, finish the block token by token. Default: never."
     ),
 ]
 DraftOption = Annotated[
     Draft | None,
     typer.Option(
-        help="Mode verified: branches drafts in the forward that verifies, solver in forwards of "
-        "its own, with --solver. Default: what is quicker by arithmetic."
+        help="Mode verified: where drafts come from. branches: from the forward that verifies the "
+        "draft before. solver: from forwards of their own, filled by --solver. Default: what is "
+        "quicker by arithmetic."
     ),
 ]
 BranchesOption = Annotated[
     int | None,
     typer.Option(
-        help="Mode verified: behind how many accepted lengths, the likeliest, the next draft is "
-        "made. Default: what is quickest by arithmetic."
+        help="Mode verified: how many drafts a forward makes ahead, each for another number of "
+        "accepted tokens, the likeliest numbers first. Default: the checkpoint's, else what is "
+        "quickest by arithmetic."
     ),
 ]
 SeedsOption = Annotated[
     int | None,
     typer.Option(
-        help="Mode verified: for each of them, drafts that begin with one of the likeliest tokens. "
-        "Default: what is quickest by arithmetic."
+        help="Mode verified: how many more drafts each of these branches gets, that begin with "
+        "its likeliest next tokens. Default: the checkpoint's, else what is quickest by "
+        "arithmetic."
     ),
 ]
 DtypeOption = Annotated[

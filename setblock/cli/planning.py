@@ -44,7 +44,10 @@ def roofline(
     ] = None,
     kv: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens in the cache; may be given again. Default: 16, 256 ... 4194304."),
+        typer.Option(
+            help="Tokens in a row's cache; may be given again. Default: 1024, 8192, 32768; with "
+            "--paper 16, 256 ... 1048576."
+        ),
     ] = None,
     block_size: Annotated[
         list[int] | None, typer.Option(help="May be given again. Default: 2, 4 ... 64.")
@@ -76,11 +79,14 @@ def roofline(
             f"--nfe-speedup {max(nfe_speedup or [0]):g} is more than a block of {min(wide)} holds"
         )
     machine = machines.device(device, weights, cache)
+    if not kv:
+        printed = [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))]
+        kv = printed if paper else [1024, 8192, 32768]
     cells = arithmetic.tables(
         machines.find_model(model_name),
         machine,
         batch or [1, 4, 8, 16],
-        kv or [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))],
+        kv,
         block_size or [2, 4, 8, 16, 32, 64],
         nfe_speedup or [2, 4, 8],
     )

@@ -154,7 +154,7 @@ def serve(
         from setblock.serve import build
     except ImportError as error:
         raise ImportError(
-            f"serve needs more packages: pip install 'setblock[serve]' ({error})"
+            f"serve needs more packages: pip install '.[serve]' in the checkout ({error})"
         ) from None
     from setblock.generation import settings_for
 

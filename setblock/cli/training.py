@@ -166,8 +166,14 @@ def train(
 ) -> None:
     """Train a model to decode by set blocks; every field of trl's SFTConfig is an option too.
 
-    For example: --max-steps 1000 --learning-rate 1e-5 --per-device-train-batch-size 4
-    --max-length 1024 --full-mask-share 0.1 --matp-weight 1 --self-distill 0.5.
+    Needed, here or in --config: --model, --data and --output-dir. For example: --max-steps 1000
+    --learning-rate 1e-5 --per-device-train-batch-size 4 --max-length 1024.
+
+    Beside SFTConfig's, of set block training: --objective sbd|ntp, --min-block-size,
+    --max-block-size, --full-mask-share, --suffix-mask-share, --matp-weight, --self-distill,
+    --end-fill, --drop-ragged-block, --idle-blocks drop|keep, --logits-chunk-size;
+    docs/training.md says what each does.
+
     Ctrl-C or SIGTERM saves a checkpoint after the step; --resume goes on from it.
     """
     from dataclasses import fields as fields_of
@@ -175,6 +181,10 @@ def train(
     quiet_libraries()
     _check_packages()
     with starting():
+        import datasets
+        from tqdm import tqdm
+        from transformers.utils import logging as transformers_logging
+
         from setblock.finetune import finetune
         from setblock.run import Run
         from setblock.watch import Stopped
@@ -198,8 +208,12 @@ def train(
     words += fields or []
 
     def say(line: str) -> None:
-        err.print(line, style="dim", markup=False, highlight=False)
+        with tqdm.external_write_mode(file=sys.stderr):  # above the progress bars
+            err.print(line, style="dim")
 
+    if not err.is_terminal:
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     try:
         # The trainer prints its log lines.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -254,7 +268,7 @@ def _check_packages() -> None:
     missing = [name for name in ("trl", "peft", "datasets", "accelerate") if not find_spec(name)]
     if missing:
         raise ValueError(
-            f"training needs {', '.join(missing)} besides: pip install 'setblock[train]'"
+            f"training needs {', '.join(missing)} besides: pip install '.[train]' in the checkout"
         )
 
 

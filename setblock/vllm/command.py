@@ -35,7 +35,9 @@ def command(
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
     """
     if find_spec("vllm") is None:
-        raise ImportError("vLLM is not installed: pip install 'setblock[vllm]', or make vllm-env")
+        raise ImportError(
+            "vLLM is not installed: pip install '.[vllm]' in the checkout, or make vllm-env"
+        )
     place = str(place_of(name))
     base, subject = None, f"no model {name!r}"
     try:
