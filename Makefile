@@ -43,12 +43,14 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # TORCH=torch takes the newest one instead, for a machine with a GPU.
 TORCH ?= torch==2.13.0
 $(VENV)/.base: pyproject.toml
+	@echo "installing torch and transformers into $(VENV), about a gigabyte; a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.smollm2
+	@echo "installing what training, serving and tests need; a minute or two"
 	$(PIP) --editable ".[test]"
 	touch $@
 

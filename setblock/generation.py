@@ -61,7 +61,10 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     given = {**model.defaults, **typed}
     if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
         if "solver" in typed:
-            raise ValueError(f"solver is for draft 'solver', got {typed['solver']} with branches")
+            raise ValueError(
+                "solver is for mode 'sbd', and for mode 'verified' with draft 'solver', got "
+                f"{typed['solver']} in mode 'verified' with draft 'branches'"
+            )
         fixed_size = "block_size" in typed or "branches" in model.defaults
         given |= _spending(model, given, rows, fixed_size, "draft" in typed)
     else:

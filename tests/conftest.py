@@ -162,6 +162,8 @@ def run(monkeypatch, capsys):
 
     from setblock import cli
 
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever else runs here
+
     def call(*words: object, stdin: io.StringIO | None = None) -> Result:
         monkeypatch.setattr(sys, "argv", ["setblock", *map(str, words)])
         monkeypatch.setattr(sys, "stdin", stdin or io.StringIO())

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -67,6 +68,23 @@ def test_an_empty_prompt_is_the_bos_token(run, trained):
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_an_empty_answer_of_a_chat_model_says_what_to_try(run, trained, monkeypatch):
+    """It ends at once where it was asked for more text, not for an answer."""
+    monkeypatch.setattr(Model, "decode", lambda model, ids: "")
+    hint = f"the answer is empty: {trained} knows chat turns, and --chat makes the prompt one"
+    assert hint in run("generate", trained, "hi", *SHORT).err
+    for words in (("hi", "--chat"), ("--prompt-ids", "5")):
+        assert "the answer is empty" not in run("generate", trained, *words, *SHORT).err
+
+
+def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, monkeypatch):
+    words = ("demo", "--model", trained, "--prompt", "hi", "--no-live")
+    assert run(*words).err == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert "this machine is busy (load 99.0 on" in run(*words).err
+    assert "busy" not in run(*words, "--json").err
 
 
 def test_a_terminal_is_no_prompt(run, trained):
@@ -391,7 +409,7 @@ def test_other_defaults_are_those_that_help_states(run, trained):
     for words in (
         "Default: the checkpoint's, else sbd.",
         "Default: the checkpoint's, else entropy:0.1.",
-        "Default: the checkpoint's, else 16;",
+        "Default: the checkpoint's, else 16.",
         "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
         "Default: the checkpoint's, else cuda if there is one.",
     ):

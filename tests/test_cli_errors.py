@@ -69,7 +69,10 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
-        (["--prompt", "a", "--mode", "verified", "--solver", "fixed:2"], "solver is for draft 's"),
+        (
+            ["--prompt", "a", "--mode", "verified", "--solver", "fixed:2"],
+            "solver is for mode 'sbd'",
+        ),
     ],
 )
 def test_wrong_words_of_generate(run, trained, words, message):

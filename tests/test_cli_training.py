@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainings import QUICK, one_line, run, train
-from trl import SFTConfig
+from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock.cli import training
 from setblock.config import SBDConfig
@@ -93,6 +93,7 @@ def test_lines_of_a_run(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None
     words += ("--max-steps", "4", "--logging-steps", "2", "--use-cpu", "--bf16", "no")
     words += ("--eval-data", rows, "--eval-strategy", "steps", "--eval-steps", "4")
     probe = ("--decode-data", rows, "--decode-every", "4", "--answer-tokens", "4")
+    capsys.readouterr()  # what making the checkpoint said
     run(monkeypatch, "train", *words, *probe)
     printed = capsys.readouterr()
     assert printed.out == f"trained 4 steps, saved to {tmp_path / 'out'}\n"

@@ -46,6 +46,8 @@ def main() -> None:
         fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number
     except (ValueError, TypeError, ImportError) as error:
         fail(str(error) or type(error).__name__, 1)
+    if code == 130 and sys.argv[1:2] == ["serve"]:  # Ctrl-C, the way to end it
+        sys.exit(code)
     if code == 130:  # typer's answer to Ctrl-C
         kept = (
             "--resume" if {"evaluate", "tune"} & set(sys.argv[1:2]) and "--out" in sys.argv else ""

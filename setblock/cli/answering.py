@@ -29,6 +29,7 @@ from setblock.cli.common import (
     SolverOption,
     Switch,
     app,
+    busy_note,
     err,
     load_model,
     out,
@@ -160,6 +161,11 @@ def generate(
         print_json(answer)
         return
     print(generation.text if show_steps else "", flush=True)
+    if not (generation.text or chat or prompt_ids) and model.tokenizer.chat_template is not None:
+        err.print(
+            f"the answer is empty: {model.name} knows chat turns, and --chat makes the prompt one",
+            style="yellow",
+        )
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s "
@@ -289,6 +295,7 @@ def demo(
         print_json({**facts, "model": model.name, "answers": answers, "totals": totals})
         return
     out.print(show.table(totals))
+    busy_note()
 
 
 def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:

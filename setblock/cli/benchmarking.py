@@ -25,6 +25,7 @@ from setblock.cli.common import (
     SolverOption,
     Switch,
     app,
+    busy_note,
     err,
     load_model,
     out,
@@ -195,6 +196,7 @@ def benchmark(
         return
     out.print(_contenders(record["results"]))
     out.print(_forwards(record["forwards"]))
+    busy_note()
 
 
 @app.command()

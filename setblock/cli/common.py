@@ -255,6 +255,19 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
     answer(model, [[first]], **own)
 
 
+def busy_note() -> None:
+    """One line on stderr behind times that were taken on a busy CPU."""
+    import torch
+
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        err.print(
+            f"this machine is busy (load {load:.1f} on {cores} cores), so the seconds say little; "
+            f"OMP_NUM_THREADS=1 suffers less than {torch.get_num_threads()} threads",
+            style="yellow",
+        )
+
+
 def print_json(value: dict[str, Any]) -> None:
     """All that stdout holds with --json; numbers that JSON has no word for are null."""
     if sys.stdout is None:
