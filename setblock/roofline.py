@@ -226,16 +226,16 @@ def expected_tokens(
     Long-run means over forwards without a draft, with one that did not see the token before it,
     and with one that did. What follows a forward depends on how many of its tokens are accepted:
     nothing if no branch stands behind that many, else a draft that saw the token if it was among
-    the seeds, which a draft accepted to its end has none of.
+    the seeds, which a draft accepted to its end has none of. Branches stand behind the numbers that
+    are likeliest for the draft at hand.
     """
     blind = 1 - min(BLIND * (1 - acceptance), 1.0)
     hit = max(share for count, share in HITS.items() if count <= seeds)
-    order = sorted(range(block_size), key=lambda n: -_accepted(n, block_size, acceptance))
-    covered = order[:branches]
 
     def follow(rate: float) -> tuple[float, float, float]:
         """Tokens of a forward with such a draft; how likely none, and a seen one, follows."""
         chances = [_accepted(n, block_size, rate) for n in range(block_size)]
+        covered = sorted(range(block_size), key=lambda n: -chances[n])[:branches]
         met = sum(chances[n] for n in covered)
         seen = hit * sum(chances[n] for n in covered if n < block_size - 1)
         return 1 + sum(n * chance for n, chance in enumerate(chances)), 1 - met, seen
