@@ -97,14 +97,20 @@ def _caption(generation: Generation, remark: str) -> str:
 
 
 def total(answers: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
-    """Sums over the answers of one mode; correct is None where nothing was checked."""
+    """Sums over the answers of one mode; correct is None where nothing was checked.
+
+    same: answers with the tokens of token by token, None for itself and where it was not shown.
+    """
     mine = [answer for answer in answers if answer["mode"] == mode]
     sums = {name: sum(answer[name] for answer in mine) for name in ("num_tokens", "nfe", "wall_s")}
     checked = [answer["correct"] for answer in mine if answer["correct"] is not None]
+    exact = {one["prompt"]: one["token_ids"] for one in answers if one["mode"] == "ntp"}
+    same = sum(exact.get(answer["prompt"]) == answer["token_ids"] for answer in mine)
     return {
         "mode": str(mode),
         "answers": len(mine),
         "correct": sum(checked) if checked else None,
+        "same": same if exact and mode != "ntp" else None,
         **sums,
         "tokens_per_forward": sums["num_tokens"] / sums["nfe"],
     }
@@ -113,16 +119,19 @@ def total(answers: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
 def table(totals: Sequence[dict[str, Any]]) -> Table:
     """The totals of both modes side by side."""
     shown = Table(title="All prompts")
-    checked = ("correct",) * any(row["correct"] is not None for row in totals)
-    for column in ("decoding", *checked, "tokens", "forwards", "per forward", "seconds"):
+    names = {"correct": "right", "same": "same\ntext"}
+    counted = [name for name in names if any(row[name] is not None for row in totals)]
+    heads = [names[name] for name in counted]
+    for column in ("decoding", *heads, "tokens", "forwards", "per\nforward", "seconds"):
         named = column == "decoding"
         shown.add_column(column, justify="left" if named else "right", no_wrap=not named)
     for row in totals:
-        correct = "" if row["correct"] is None else f"{row['correct']} of {row['answers']}"
-        name = NAMES[row["mode"]]
+        shares = [
+            "" if row[name] is None else f"{row[name]} of {row['answers']}" for name in counted
+        ]
         shown.add_row(
-            name,
-            *(correct,) * len(checked),
+            NAMES[row["mode"]],
+            *shares,
             str(row["num_tokens"]),
             str(row["nfe"]),
             f"{row['tokens_per_forward']:.2f}",

@@ -505,6 +505,7 @@ def test_demo_of_chosen_modes(run, answering):
     answer = run("demo", *words, "--json").json
     assert [one["mode"] for one in answer["totals"]] == ["verified", "ntp"]
     assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
+    assert [one["same"] for one in answer["totals"]] == [1, None]
     assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
 
 

@@ -167,24 +167,30 @@ def test_places_not_revealed_are_dim_dots():
 # totals
 
 
-def answer(mode: str, tokens: int, nfe: int, correct: bool | None) -> dict:
-    return {"mode": mode, "num_tokens": tokens, "nfe": nfe, "wall_s": 0.5, "correct": correct}
+def answer(mode: str, tokens: int, nfe: int, correct: bool | None, prompt: str = "a") -> dict:
+    return {
+        "mode": mode, "num_tokens": tokens, "nfe": nfe, "wall_s": 0.5, "correct": correct,
+        "prompt": prompt, "token_ids": list(range(tokens)),
+    }  # fmt: skip
 
 
 def test_totals_are_sums_over_one_mode():
     answers = [
         answer("ntp", 10, 10, True),
         answer("sbd", 12, 3, False),
-        answer("ntp", 20, 20, False),
-        answer("sbd", 18, 3, None),
+        answer("ntp", 20, 20, False, "b"),
+        answer("sbd", 18, 3, None, "b"),
     ]
     assert live.total(answers, "ntp") == {
-        "mode": "ntp", "answers": 2, "correct": 1, "num_tokens": 30, "nfe": 30, "wall_s": 1.0,
-        "tokens_per_forward": 1.0,
+        "mode": "ntp", "answers": 2, "correct": 1, "same": None, "num_tokens": 30, "nfe": 30,
+        "wall_s": 1.0, "tokens_per_forward": 1.0,
     }  # fmt: skip
     assert live.total(answers, "sbd")["tokens_per_forward"] == 5.0
     assert live.total(answers, "sbd")["correct"] == 0
     assert live.total(answers[3:], "sbd")["correct"] is None
+    assert live.total(answers, "sbd")["same"] == 0
+    assert live.total([*answers, answer("verified", 20, 9, None, "b")], "verified")["same"] == 1
+    assert live.total(answers[3:], "sbd")["same"] is None
 
 
 def test_the_table_shows_both_modes():
@@ -195,9 +201,9 @@ def test_the_table_shows_both_modes():
     (ntp,) = [line for line in lines if "token by token" in line]
     (sbd,) = [line for line in lines if "set block decoding" in line]
     cells = [cell.strip() for cell in ntp.split("│")[2:-1]]
-    assert cells == ["1 of 1", "30", "30", "1.00", "0.500"]
+    assert cells == ["1 of 1", "", "30", "30", "1.00", "0.500"]
     cells = [cell.strip() for cell in sbd.split("│")[2:-1]]
-    assert cells == ["0 of 1", "30", "6", "5.00", "0.500"]
+    assert cells == ["0 of 1", "1 of 1", "30", "6", "5.00", "0.500"]
 
 
 def test_the_table_leaves_unchecked_answers_open():
@@ -205,7 +211,8 @@ def test_the_table_leaves_unchecked_answers_open():
     console.print(live.table([live.total([answer("ntp", 3, 3, None)], "ntp")]))
     shown = console.export_text()
     assert " of " not in shown
-    assert "correct" not in shown
+    assert "right" not in shown
+    assert "same" not in shown
 
 
 # progress
