@@ -43,6 +43,13 @@ class SBDConfig(SFTConfig):
             "the paper does. It holds the end of the text, so the default keeps it."
         },
     )
+    first_slot_loss: bool = field(
+        default=True,
+        metadata={
+            "help": "no: the first slot of a block has no masked-token loss. For adapters that "
+            "only draft: verified decoding has the token of that slot from the clean half."
+        },
+    )
     end_fill: int | None = field(
         default=None,
         metadata={
@@ -131,6 +138,8 @@ class SBDConfig(SFTConfig):
                 "full_mask_share and suffix_mask_share must sum to at most 1, got "
                 f"{self.full_mask_share} and {self.suffix_mask_share}"
             )
+        if not self.first_slot_loss and self.min_block_size < 2:
+            raise ValueError("first_slot_loss no needs min_block_size of at least 2, got 1")
         if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
             raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
         if self.end_fill is not None and self.end_fill < 0:

@@ -229,6 +229,7 @@ def noisy_view(
     block_size: int,
     mask_token_id: int,
     drop_ragged_block: bool = False,
+    first_slot_loss: bool = True,
 ) -> View:
     """[x ; x_hat] of a batch, 2 * length tokens a row.
 
@@ -236,7 +237,7 @@ def noisy_view(
     masked, whatever `masked` says, and have no loss in either half. `position` counts from 0 in
     every document, and blocks do too. drop_ragged_block leaves a document's last, incomplete block
     unmasked and without MATP loss, as in the paper; by default it is trained, since it holds the
-    end of the text.
+    end of the text. first_slot_loss=False leaves the first slot of every block without MATP loss.
     Raises: ValueError if block_size < 1.
     Source: arXiv:2509.04185 algorithm 1, eqs. 13 and 14.
     """
@@ -244,11 +245,12 @@ def noisy_view(
     masked = masked & (labels != IGNORE)
     if drop_ragged_block:
         masked = masked & _in_full_block(position, document, block_size)
+    predicted = masked if first_slot_loss else masked & (position % block_size != 0)
     return View(
         tokens=torch.cat([tokens, tokens.masked_fill(masked, mask_token_id)], dim=1),
         layout=layout,
         labels=torch.cat(
-            [_shift(labels, document), labels.masked_fill(~masked, IGNORE)],
+            [_shift(labels, document), labels.masked_fill(~predicted, IGNORE)],
             dim=1,
         ),
         num_clean=tokens.shape[1],

@@ -50,6 +50,7 @@ from setblock.views import score
 # Fields for the model card: ours, and those of the optimizer and the data.
 OPTIONS = (
     *("objective", "min_block_size", "max_block_size", "drop_ragged_block", "end_fill"),
+    "first_slot_loss",
     *("full_mask_share", "suffix_mask_share", "matp_weight", "self_distill", "mask_token_id"),
     *("idle_blocks", "seed", "max_length", "packing", "bf16"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
@@ -368,6 +369,7 @@ class SBDTrainer(SFTTrainer):
             block_size,
             self.mask_token_id,
             self.args.drop_ragged_block,
+            self.args.first_slot_loss,
         )
         if self.args.idle_blocks == "drop":
             view = objective.drop_idle_blocks(view)

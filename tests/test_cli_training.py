@@ -247,6 +247,10 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--objective", "diffusion"], "objective"),
         (["--max-block-size", "1"], "max_block_size=1"),
         (["--full-mask-share", "2"], "full_mask_share must lie in 0..1, got 2.0"),
+        (
+            ["--first-slot-loss", "no", "--min-block-size", "1"],
+            "first_slot_loss no needs min_block_size of at least 2, got 1",
+        ),
         (["--suffix-mask-share", "1.5"], "suffix_mask_share must lie in 0..1"),
         (["--suffix-mask-share", "0.6", "--full-mask-share", "0.5"], "sum to at most 1"),
         (["--self-distill", "-1"], "self_distill must lie in 0..1"),

@@ -264,6 +264,29 @@ def test_ragged_last_block_is_kept_unless_dropped():
     assert torch.equal(kept.ntp_labels, dropped.ntp_labels)
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+def test_first_slots_have_no_loss_where_that_is_asked_for(network, block_size):
+    """The same tokens see the same; what is left out are the labels at positions 0, k, 2k ..."""
+    documents = [(random_text(13, 1), 4), (random_text(7, 2), 0)]
+    parts = rows(documents)
+    masked = torch.cat(
+        [objective.draw_noise(0, 0, i, len(text))[1] for i, (text, _) in enumerate(documents)]
+    )[None]
+    whole = objective.noisy_view(*parts, masked, block_size, MASK)
+    drafting = objective.noisy_view(*parts, masked, block_size, MASK, first_slot_loss=False)
+    assert torch.equal(whole.tokens, drafting.tokens)
+    assert torch.equal(whole.ntp_labels, drafting.ntp_labels)
+    first = parts[2] % block_size == 0
+    assert torch.equal(drafting.matp_labels, whole.matp_labels.masked_fill(first, IGNORE))
+    log_p = run(network, whole)[0, whole.num_clean :].log_softmax(-1)
+    kept = [i for i, label in enumerate(drafting.matp_labels[0].tolist()) if label != IGNORE]
+    nats = -sum(log_p[i, parts[0][0, i]].item() for i in kept)
+    idle = objective.drop_idle_blocks(drafting)  # blocks without a label left go as a whole
+    for view in (drafting, idle):
+        _, _, matp, count = objective.losses(run(network, view), view)
+        assert (matp.item(), count.item()) == (pytest.approx(nats, abs=1e-3), len(kept))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 16), st.booleans())
 def test_only_labelled_positions_are_masked(labelled, block_size, drop_ragged_block):

@@ -171,7 +171,8 @@ def train(
 
     Beside SFTConfig's, of set block training: --objective sbd|ntp, --min-block-size,
     --max-block-size, --full-mask-share, --suffix-mask-share, --matp-weight, --self-distill,
-    --end-fill, --drop-ragged-block, --idle-blocks drop|keep, --logits-chunk-size;
+    --first-slot-loss yes|no, --end-fill, --drop-ragged-block, --idle-blocks drop|keep,
+    --logits-chunk-size;
     docs/training.md says what each does.
 
     Ctrl-C or SIGTERM saves a checkpoint after the step; --resume goes on from it.
