@@ -26,9 +26,9 @@ SETTINGS = {
     "dtype": str,
     "device": str,
     "acceptance": float,  # of drafted tokens, see roofline.best_spending
-    "branches": int,  # with seeds and block_size: what mode "verified" drafts, else by arithmetic
-    "seeds": int,
+    "verified": dict,  # what that mode drafts, see DRAFTING; without it by arithmetic
 }
+DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0}  # at least
 
 
 class ModelError(ValueError):
@@ -50,6 +50,12 @@ def read_settings(source: str) -> dict[str, Any]:
     return settings or {}
 
 
+def _is_drafting(value: dict[str, Any]) -> bool:
+    return value.keys() == DRAFTING.keys() and all(
+        type(number) is int and number >= DRAFTING[name] for name, number in value.items()
+    )
+
+
 def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         if key not in SETTINGS:
@@ -57,8 +63,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         in_range, limits = {
             "block_size": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
-            "branches": (lambda value: value >= 1, " of at least 1"),
-            "seeds": (lambda value: value >= 0, " of at least 0"),
+            "verified": (_is_drafting, " of block_size and branches, at least 1, and seeds"),
         }.get(key, (lambda value: True, ""))
         if type(value) is not SETTINGS[key] or not in_range(value):
             raise ModelError(

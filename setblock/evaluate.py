@@ -346,9 +346,9 @@ def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
         names = [["", f"{second} against {first}"] for first, second in names]
     shown = Table(
         title=Text("Against ").append(first or "the first setting of the task"),
-        caption="right alone: problems that only this setting got right : that only the other did, "
-        "and p of McNemar's exact test. same: answers with the same tokens. clock: how many times "
-        "as fast, at this batch size",
+        caption="right alone: problems that only this setting got right : that only the other\n"
+        "did, and p of McNemar's exact test. same: answers with the same tokens.\n"
+        "clock: how many times as fast, at this batch size",
         caption_justify="left",
     )
     shown.add_column("task", no_wrap=True)

@@ -47,6 +47,7 @@ def export(model: Model, folder: Path) -> None:
         mask_token_id=model.mask_token_id,
         trained=model.trained,
         acceptance=model.acceptance,
+        verified=model.drafting or None,
     )
     path = folder / "generation_config.json"
     content = json.loads(path.read_text())

@@ -272,7 +272,9 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
     network.to(DTYPES[dtype]).save_pretrained(output_dir)
     model.tokenizer.save_pretrained(output_dir)
     settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
-    write_settings(output_dir, **settings)
+    write_settings(
+        output_dir, **settings, acceptance=model.acceptance, verified=model.drafting or None
+    )
 
 
 def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from setblock.decode import DecodeState, Rows, Settings
-from setblock.model import DRAFTING, Model
+from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
@@ -49,7 +49,7 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
 
     Mode "verified": what is absent of draft, block_size, branches and seeds is what is quickest by
     the arithmetic of `roofline.best_spending`, for `rows` rows decoded together, unless the
-    checkpoint says how many branches, as after `setblock tune`.
+    checkpoint says it, as after `setblock tune`.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -65,10 +65,9 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
                 "solver is for mode 'sbd', and for mode 'verified' with draft 'solver', got "
                 f"{typed['solver']} in mode 'verified' with draft 'branches'"
             )
-        fixed_size = "block_size" in typed or "branches" in model.defaults
+        given |= {**model.drafting, **typed}
+        fixed_size = "block_size" in model.drafting or "block_size" in typed
         given |= _spending(model, given, rows, fixed_size, "draft" in typed)
-    else:
-        given = {key: value for key, value in given.items() if key in typed or key not in DRAFTING}
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {

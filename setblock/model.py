@@ -34,7 +34,6 @@ MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
-DRAFTING = ("branches", "seeds")  # of mode "verified"; a checkpoint may say them
 
 BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
 FULL = {"full_attention": None}  # the windows of a network without any
@@ -136,7 +135,7 @@ class Model:
         self.special_tokens: tuple[str, ...] = tuple(tokenizer.all_special_tokens)
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
-        self.defaults |= {key: settings[key] for key in DRAFTING if key in settings}
+        self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self._windows = _windows(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -47,12 +48,18 @@ class Journal:
     """
 
     def __init__(
-        self, request: dict[str, Any], path: Path | None, resume: bool | None = False
+        self,
+        request: dict[str, Any],
+        path: Path | None,
+        resume: bool | None = False,
+        kept: Sequence[str] = (),
     ) -> None:
-        """Raises: ValueError for a record that is there and not to go on with, or the reverse, or
+        """kept: names in the request that a resumed record keeps, whatever is asked for now.
+
+        Raises: ValueError for a record that is there and not to go on with, or the reverse, or
         that another command is writing.
         """
-        self.path = path
+        self.path, self.kept = path, kept
         self.record = new_record()
         results = self.record.pop("results")
         self.record |= {"request": request, "results": results}
@@ -112,6 +119,9 @@ class Journal:
             _ = old["results"][:0], old["request"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"resume: {path} is no record of `setblock evaluate`") from error
+        if isinstance(old["request"], dict):
+            stays = {name: old["request"][name] for name in self.kept if name in old["request"]}
+            self.record["request"] |= stays
         for name in ("request", "commit", "versions"):
             now = json.loads(json.dumps(self.record[name]))
             if old.get(name) != now:

@@ -272,28 +272,34 @@ def _passes_asserts(item: Item, text: str) -> bool:
     return passes(setup + code_of(text), item.target["tests"])
 
 
+PROMPT_FIELDS = ("turns", "messages", "prompt", "instruction")
+
+
 def _prompts(row: Mapping[str, Any], number: int) -> Item:
     """A prompt: the first of `turns` or `messages`, `prompt`, or `instruction` with its `input`."""
-    key = str(row.get("question_id", number))
-    for name in ("turns", "messages"):
-        if name in row:
-            if not isinstance(row[name], list):
-                raise ValueError(f"{name} must be a list, got {row[name]!r}")
-            users = [one for one in row[name] if isinstance(one, str) or one["role"] == "user"]
-            text = users[0] if isinstance(users[0], str) else users[0]["content"]
-            return _prompt(key, name, text)
-    if "instruction" in row:
-        parts = [row["instruction"], row.get("input") or ""]
-        return _prompt(key, "instruction", "\n\n".join(filter(None, parts)))
-    if "prompt" not in row:
-        raise ValueError("no field turns, messages, prompt or instruction")
-    return _prompt(key, "prompt", row["prompt"])
-
-
-def _prompt(key: str, name: str, text: Any) -> Item:
+    given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
+    if not given:
+        raise ValueError(f"no field {', '.join(PROMPT_FIELDS[:-1])} or {PROMPT_FIELDS[-1]}")
+    name = given[0]
+    value = text = row[name]
+    if name in ("turns", "messages") or isinstance(value, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        said = (
+            [one for one in value if isinstance(one, str)]
+            if name == "turns"
+            else [
+                one.get("content")
+                for one in value
+                if isinstance(one, Mapping) and one.get("role") == "user"
+            ]
+        )
+        text = said[0] if said else None
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{name} must hold a text that is not empty, got {text!r}")
-    return Item(key, text, "", None)
+        raise ValueError(f"{name} must hold a user's text that is not empty, got {value!r}")
+    if name == "instruction" and (more := row.get("input")):
+        text = f"{text}\n\n{more}"
+    return Item(str(row.get("question_id", number)), text, "", None)
 
 
 NUMBER = "{prompt}\n\nSolve it step by step. Write the final number in a last line behind ####."

@@ -43,7 +43,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.head import check_head
 from setblock.masks import CLEAN, WholeRows
-from setblock.model import DRAFTING, Model, ends_of
+from setblock.model import Model, ends_of
 from setblock.totals import Totals
 from setblock.views import score
 
@@ -395,7 +395,7 @@ class SBDTrainer(SFTTrainer):
         model = Model(
             self.model, self._tokenizer, mask_token_id=self.args.mask_token_id, settings=settings
         )
-        for name in ("acceptance", *DRAFTING):  # of other weights
+        for name in ("acceptance", "verified"):  # of other weights
             settings.pop(name, None)
         generation.setblock = {
             **settings,

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from setblock.checkpoint import DRAFTING
+from setblock.decode import MOST_QUERIES
 from setblock.evaluate import Form, acceptance_of, evaluate
 from setblock.generation import settings_for
-from setblock.model import DRAFTING, Model
-from setblock.roofline import ACCEPTANCE
+from setblock.model import Model
+from setblock.roofline import ACCEPTANCE, Spending
 from setblock.scores import Sample, Score, drop_bounds
 
-NAMES = ("mode", "solver", "block_size", *DRAFTING)  # what tells settings apart
+NAMES = ("mode", "solver", *DRAFTING)  # what tells settings apart
 FIRST_ITEMS = 8  # of the first round, at least
 FINALISTS = 3
 BASELINE: dict[str, Any] = {"mode": "ntp"}
@@ -66,13 +68,14 @@ class Candidate:
 class Tried:
     """What to try.
 
-    modes: of MODES. solvers: texts, of mode "sbd". block_sizes: None for the checkpoint's in mode
-    "sbd", and all up to it in mode "verified".
+    modes: of MODES. solvers: texts, of mode "sbd". block_sizes: None for `longest` in mode "sbd",
+    and all up to it in mode "verified". longest: None for the checkpoint's block size.
     """
 
     modes: Sequence[str] = MODES
     solvers: Sequence[str] = SOLVERS
     block_sizes: Sequence[int] | None = None
+    longest: int | None = None
 
     def check(self, model: Model) -> None:
         """Raises: ValueError for what is no mode or solver, or no block size."""
@@ -87,13 +90,22 @@ class Tried:
         if not found:
             raise ValueError("blocks of one token leave nothing to try: give a larger block size")
 
+    def up_to(self, model: Model) -> int:
+        """The longest block that is tried."""
+        return max(self.block_sizes or [self.longest or model.defaults["block_size"]])
+
+    def drafting(self, model: Model, rows: int) -> dict[str, Any]:
+        """The setting that the acceptance of drafts is measured with: quickest by arithmetic."""
+        spent = model.best_spending(self.up_to(model), rows, one_forward=True)
+        return _verified(spent)
+
     def with_solvers(self, model: Model) -> list[dict[str, Any]]:
         """Every solver with every block size, in mode "sbd"."""
-        sizes = self.block_sizes or [model.defaults["block_size"]]
+        sizes = self.block_sizes or [self.up_to(model)]
         return [
             {"mode": "sbd", "solver": solver, "block_size": size}
-            for size in (sizes if "sbd" in self.modes else ())
-            for solver in self.solvers
+            for size in (dict.fromkeys(sizes) if "sbd" in self.modes else ())
+            for solver in dict.fromkeys(self.solvers)
         ]
 
     def verified(self, model: Model, rows: int) -> list[dict[str, Any]]:
@@ -101,7 +113,7 @@ class Tried:
 
         Of them the MOST_VERIFIED that it says are quickest.
         """
-        sizes = self.block_sizes or range(2, model.defaults["block_size"] + 1)
+        sizes = self.block_sizes or range(2, self.up_to(model) + 1)
         spent = {
             model.best_spending(
                 size, rows, fixed_size=True, one_forward=True, branches=branches, seeds=seeds
@@ -110,16 +122,22 @@ class Tried:
             if size > 1
             for branches, seeds in ((1, 0), (size, 0), (None, None))
         }
+        spent = {
+            one
+            for one in spent
+            if one.block_size * (1 + one.branches * (1 + one.seeds)) <= MOST_QUERIES
+        }
         order = sorted(spent, key=lambda one: (one.seconds_per_token, *astuple(one)))
-        return [
-            {
-                "mode": "verified",
-                "block_size": one.block_size,
-                "branches": one.branches,
-                "seeds": one.seeds,
-            }
-            for one in order[:MOST_VERIFIED]
-        ]
+        return [_verified(one) for one in order[:MOST_VERIFIED]]
+
+
+def _verified(spent: Spending) -> dict[str, Any]:
+    return {
+        "mode": "verified",
+        "block_size": spent.block_size,
+        "branches": spent.branches,
+        "seeds": spent.seeds,
+    }
 
 
 def tune(
@@ -129,6 +147,7 @@ def tune(
     target: Target,
     batch_size: int,
     form: Form | None = None,
+    warm_up: Callable[[dict[str, Any]], None] = lambda options: None,
     known: Callable[[int], Sequence[Sample]] = lambda run: (),
     on_sample: Callable[[int, Sample], None] = lambda run, sample: None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
@@ -137,6 +156,7 @@ def tune(
     """One line of a record: what was tried, and what is chosen.
 
     items: at least two different ones; half of them, drawn by lot, pick, the rest confirm.
+    warm_up: called with the options of each setting before its first answer.
     known, on_sample: answers that an earlier call left, and where to keep new ones; run 2c + h is
     candidate c's half h; the baseline is 0, the measuring of acceptance 1, and then come those
     tried.
@@ -150,7 +170,9 @@ def tune(
     if not halves[1]:
         raise ValueError("tuning needs at least 2 different items: one to pick by, one to confirm")
     baseline = Candidate({**BASELINE, **common})
-    drafting = Candidate({"mode": "verified", "draft": "branches", **common})
+    some = min(FIRST_ITEMS, len(halves[0]))
+    model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
+    drafting = Candidate({**tried.drafting(model, min(batch_size, some)), **common})
     runs = {id(baseline): 0, id(drafting): 1}
     exact = model.dtype == torch.float32
     judged = form is None or form.task.check is not None
@@ -176,9 +198,9 @@ def tune(
                 answer(one, half, min(end, count))
 
     acceptance = None
+    warm_up(baseline.options)
     if "verified" in tried.modes:
-        some = min(FIRST_ITEMS, len(halves[0]))
-        model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
+        warm_up(drafting.options)
         used = settings_for(model, min(batch_size, some), **drafting.options)
         if used.block_size > 1:
             answer(drafting, 0, some)
@@ -188,6 +210,8 @@ def tune(
     settings = tried.with_solvers(model) + tried.verified(model, min(batch_size, len(halves[0])))
     going = [Candidate({**options, **common}) for options in settings]
     runs |= {id(one): len(runs) + number for number, one in enumerate(going)}
+    for one in going:
+        warm_up(one.options)
     count = min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
     # Verified decoding in float32 is judged by its tokens.
     needs_right = judged and not (exact and all(one["mode"] == "verified" for one in settings))
@@ -283,12 +307,13 @@ def _line(
     lost, won = pairs.count((True, False)), pairs.count((False, True))
     confidence = 1 - (1 - target.confidence) / compared
     low, high = drop_bounds(lost, won, len(pairs), confidence)
-    differs = any(  # on what both have answered: of a stopped run one may have more than the other
-        sample.token_ids != theirs[index].token_ids
-        for answers, theirs in zip(one.answers, baseline.answers, strict=True)
+    seen = [  # up to here: a run that goes on may know more
+        (sample, baseline.answers[part][index])
+        for part, answers in enumerate(one.answers[: half + 1])
         for index, sample in answers.items()
-        if index in theirs
-    )
+        if index in baseline.answers[part] and (part < half or index < count)
+    ]
+    differs = any(sample.token_ids != theirs.token_ids for sample, theirs in seen)
     lossless = exact and one.options["mode"] == "verified" and not differs
     return {
         **_describe(one),
@@ -312,7 +337,7 @@ def words(settings: Mapping[str, Any]) -> str:
     """A setting in a few words: "sbd entropy:0.1 16", "verified 3, 1 branch"."""
     if settings["mode"] == "ntp":
         return "ntp"
-    branches, seeds = (settings.get(name) for name in DRAFTING)
+    branches, seeds = settings.get("branches"), settings.get("seeds")
     solver = settings.get("solver") if settings["mode"] == "sbd" else None
     said = " ".join(str(one) for one in (settings["mode"], solver, settings["block_size"]) if one)
     for name, plural, count in (("branch", "branches", branches), ("seed", "seeds", seeds)):

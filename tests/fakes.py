@@ -78,7 +78,7 @@ class TableModel(Model):
         self.gated = self.adapted = self.packed = False
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
-        self.acceptance, self.watch = ACCEPTANCE, None
+        self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []
 

@@ -121,6 +121,7 @@ def test_evaluate_shows_a_table(run, trained, checkpoint):
     tasks = [row[1].strip() for row in rows if row[1].strip()]
     assert tasks == [*nano.FAMILIES] * (4 + 3)  # the lines, and three of each against the first
     assert result.out.count("McNemar") == 1
+    assert max(map(len, result.out.splitlines())) <= 80
     assert result.err == ""
 
 
@@ -134,6 +135,8 @@ def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypa
         return original(model, family, *words, **options)
 
     monkeypatch.setattr(evaluate, "run", interrupted)
+    nothing = run("evaluate", trained, "--task", "json", "--out", tmp_path / "nothing.json", *SHORT)
+    assert (nothing.code, nothing.error) == (130, "interrupted")
     words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
     result = run("evaluate", trained, *words, "--out", path)
     assert (result.code, result.error) == (130, STOPPED)

@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from trainings import ROWS, next_token_logits, one_line, run, train
 
 from setblock import adapters
-from setblock.checkpoint import BUNDLED
+from setblock.checkpoint import BUNDLED, write_settings
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE
 from setblock.train import SBDTrainer
+
+DRAFTED = {"block_size": 3, "branches": 2, "seeds": 1}
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -198,10 +200,12 @@ def test_merge(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
     base, folder, whole = checkpoint("qwen3"), tmp_path / "out", tmp_path / "whole"
     where = ("--model", base, "--data", rows, "--output-dir", folder)
     train(monkeypatch, capsys, *where, "--method", "lora", "--learning-rate", "0.05")
+    write_settings(folder, acceptance=0.7, verified=DRAFTED)
     run(monkeypatch, "merge", folder, whole, "--dtype", "float32", "--json")
     assert json.loads(capsys.readouterr().out)["output_dir"] == str(whole)
     assert not (whole / "adapter_config.json").exists()
     adapted, merged = load(folder), load(whole)
+    assert (merged.acceptance, merged.drafting) == (0.7, DRAFTED)
     assert (merged.trained, merged.adapted, merged.dtype) == (True, False, torch.float32)
     assert merged.mask_token_id == adapted.mask_token_id
     assert torch.equal(next_token_logits(merged), next_token_logits(adapted))
@@ -337,7 +341,7 @@ def test_the_result_says_what_it_was_trained_for(
     checkpoint, rows, tmp_path, monkeypatch, capsys, objective
 ) -> None:
     settings = {"trained": True, "mode": "ntp", "acceptance": 0.9, "mask_token_id": 7}
-    settings |= {"branches": 2, "seeds": 1}
+    settings["verified"] = DRAFTED
     words = ("--model", checkpoint("llama", settings=settings), "--data", rows)
     words += ("--output-dir", tmp_path / "out", "--objective", objective)
     train(monkeypatch, capsys, *words)
@@ -347,4 +351,4 @@ def test_the_result_says_what_it_was_trained_for(
     assert ("next-token prediction alone" in card) == (objective == "ntp")
     if objective == "sbd":
         assert model.acceptance == ACCEPTANCE, "measured on other weights"
-        assert not {"branches", "seeds"} & set(model.defaults), "chosen for other weights"
+        assert model.drafting == {}, "chosen for other weights"

@@ -16,9 +16,11 @@ import httpx
 import pytest
 from servers import QUESTIONS, client_of, streamed, wait_for
 
+from setblock.cli import serving
 from setblock.export import export
 from setblock.generation import generate
 from setblock.loading import load
+from setblock.model import Model
 
 
 def test_an_exported_checkpoint_behind_stock_transformers_serve(nano, tmp_path):
@@ -104,6 +106,19 @@ def test_the_command_serves_until_it_is_told_to_stop(trained):
     assert (process.returncode, out, err) == (130, "", "")
 
 
+def test_a_compiled_model_is_warmed_up_before_it_answers(run, trained, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(Model, "compile", lambda model, how: told.append(f"compile {how}"))
+    monkeypatch.setattr(serving, "warm_up", lambda model, options: told.append("warm up"))
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: told.append("serve"))
+    shown = run("serve", trained, "--port", "0", "--compile", "kernels").out
+    assert told == ["compile kernels", "warm up", "serve"]
+    assert f"{trained} answers at http://127.0.0.1:" in shown
+    told.clear()
+    run("serve", trained, "--port", "0")
+    assert told == ["serve"]
+
+
 SLOW = """
 import time
 from setblock.model import Model
@@ -170,6 +185,7 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),
         (["--engine", "vllm", "--pack", "off"], "--pack is for engine transformers"),
+        (["--engine", "vllm", "--compile", "on"], "--compile is for engine transformers"),
         (["--engine", "fast"], "Invalid value for '--engine'"),
     ],
 )

@@ -14,6 +14,7 @@ from setblock.checkpoint import BUNDLED
 from setblock.evaluate import Form
 from setblock.generation import settings_for
 from setblock.loading import load
+from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, fitted_acceptance
 from setblock.scores import drop_bounds
 from setblock.tasks import TASKS, Item
@@ -143,6 +144,18 @@ def test_acceptance_is_measured_before_verified_decoding_is_tried(model, items, 
     assert used.branches is not None
     fitted = fitted_acceptance(used.block_size, used.branches, used.seeds, rate)
     assert line["acceptance"] == model.acceptance == fitted != ACCEPTANCE
+
+
+def test_each_setting_is_warmed_up_once(model, items, judge):
+    """The baseline, the measuring of acceptance, and all that is tried, before they are timed."""
+    judge(lambda mode, number: True)
+    warmed: list[dict] = []
+    _, rounds = tuned(model, items, warm_up=warmed.append)
+    told = [{name: one.get(name) for name in tune.NAMES} for one in warmed]
+    shown = [{name: one[name] for name in tune.NAMES} for one in rounds[0]["settings"]]
+    assert [one["mode"] for one in told[:2]] == ["ntp", "verified"]
+    assert told[2:] == shown
+    assert all(one["max_new_tokens"] == 6 for one in warmed)
 
 
 def test_settings_answer_in_turns(model, items, judge):
@@ -283,6 +296,11 @@ def test_verified_settings_to_try(model):
     assert spent == sorted(spent)
     assert Tried(["sbd"]).verified(model, 1) == []
     assert Tried(block_sizes=[1]).verified(model, 1) == []
+    wide = Tried(["verified"], block_sizes=[200])
+    wide.check(model)
+    assert {one["branches"] for one in wide.verified(model, 1)} == {1}, "200 would be too many"
+    twice = Tried(["sbd"], ["fixed:2", "fixed:2"], [4, 4])
+    assert len(twice.with_solvers(model)) == 1
 
 
 @pytest.mark.parametrize(
@@ -297,6 +315,15 @@ def test_verified_settings_to_try(model):
 def test_bad_settings_to_try(model, tried, message):
     with pytest.raises(ValueError, match=message):
         tried.check(model)
+
+
+def test_what_is_tried_follows_from_the_longest_block(model):
+    """The checkpoint's, or that of a run that goes on."""
+    longer = Tried(longest=8)
+    assert {one["block_size"] for one in longer.with_solvers(model)} == {8}
+    assert longer.drafting(model, 1)["block_size"] <= longer.up_to(model) == 8
+    assert Tried().up_to(model) == 4
+    assert Tried(block_sizes=[2, 6]).up_to(model) == 6
 
 
 def test_words():
@@ -333,7 +360,8 @@ OPTIONS = (
 
 def test_command(run, checkpoint, tmp_path, judge):
     judge(lambda mode, number: True)
-    settings = {"trained": True, "mode": "verified", "branches": 2, "seeds": 1}
+    drafting = {"block_size": 3, "branches": 2, "seeds": 1}
+    settings = {"trained": True, "mode": "verified", "verified": drafting}
     folder = shutil.copytree(checkpoint("llama", settings=settings), tmp_path / "copy")
     out = tmp_path / "tuned.json"
     words = (folder, "--task", "json", *OPTIONS, "--out", out, "--mask-token-id", "7", "--write")
@@ -344,9 +372,11 @@ def test_command(run, checkpoint, tmp_path, judge):
     defaults = load(folder).defaults
     assert defaults["solver"] == line["chosen"]["solver"]
     assert defaults["block_size"] == line["chosen"]["block_size"]
-    assert not {"branches", "seeds"} & set(defaults), "those of what was chosen before"
+    assert load(folder).drafting == drafting, "for whoever asks for mode verified"
     assert json.loads(out.read_text()) == record
     assert "is there already" in run("tune", *words).error
+    assert record["request"]["longest"] == 16
+    assert load(folder).defaults["block_size"] != 16, "written since, and of no matter for this run"
     shown = run("tune", *words, "--resume").out
     assert f"written into {folder}/generation_config.json, where it was sbd" in shown
     assert "times fewer forwards than token by token" in shown
@@ -383,26 +413,35 @@ def test_command_on_a_benchmark(run, checkpoint, tmp_path, monkeypatch):
     assert record["results"][0]["confirmed_on"] == 2
 
 
-def test_command_on_prompts(run, tmp_path, items):
+def test_command_on_prompts(run, tmp_path, items, monkeypatch):
     """Nothing lost, nothing judged: what is drafted goes into the checkpoint, and is used."""
     folder = shutil.copytree(BUNDLED["nano"], tmp_path / "copy")
     before = load(folder).defaults
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in items[:6]))
     words = ("--task", "prompts", "--data", data, "--max-new-tokens", "12", "--pack", "off")
+    compiled: list[str] = []
+    monkeypatch.setattr(Model, "compile", lambda model, how: compiled.append(how))
+    words += ("--compile", "kernels")
     shown = run("tune", folder, *words, "--mode", "verified", "--by", "forwards").out
     assert "same" in shown
     assert "0, exact" in shown
-    stored = load(folder).defaults
-    assert f"chosen: {tune.words(stored)}, " in shown
-    assert "branch" in tune.words(stored)
-    assert stored["solver"] == before["solver"], "for whoever asks for mode sbd"
-    used = settings_for(load(folder), 7)
-    drafted = used.mode, used.block_size, used.branches, used.seeds
-    assert drafted == ("verified", stored["block_size"], stored["branches"], stored["seeds"])
-    sbd = settings_for(load(folder), mode="sbd")
-    assert (sbd.branches, sbd.seeds) == (None, 0)
-    assert settings_for(load(folder), branches=2).branches == 2
+    assert compiled == ["kernels"]
+    tuned = load(folder)
+    assert tuned.defaults == before | {"mode": "verified"}, "for whoever asks for mode sbd"
+    assert f"chosen: {tune.words({'mode': 'verified', **tuned.drafting})}, " in shown
+    used = settings_for(tuned, 7)
+    drafted = {"block_size": used.block_size, "branches": used.branches, "seeds": used.seeds}
+    assert (used.mode, drafted) == ("verified", tuned.drafting)
+    sbd = settings_for(tuned, mode="sbd")
+    assert (sbd.block_size, sbd.branches, sbd.seeds) == (16, None, 0)
+    assert settings_for(tuned, branches=5).branches == 5
+    assert settings_for(tuned, block_size=9).block_size == 9
+    solver = settings_for(tuned, draft="solver", solver="fixed:2")
+    assert (solver.block_size, solver.branches) == (16, None)
+    assert run("info", folder, "--json").json["verified"] == tuned.drafting
+    again = run("tune", folder, *words, "--mode", "verified", "--by", "forwards", "--json").json
+    assert again["request"]["longest"] == 16, "a choice does not narrow the next one"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import sys
+from pathlib import Path
 
 import typer
 
@@ -49,7 +50,6 @@ def main() -> None:
     if code == 130 and sys.argv[1:2] == ["serve"]:  # Ctrl-C, the way to end it
         sys.exit(code)
     if code == 130:  # typer's answer to Ctrl-C
-        kept = (
-            "--resume" if {"evaluate", "tune"} & set(sys.argv[1:2]) and "--out" in sys.argv else ""
-        )
+        goes_on = {"evaluate", "tune"} & set(sys.argv[1:2]) and "--out" in sys.argv[:-1]
+        kept = goes_on and Path(sys.argv[sys.argv.index("--out") + 1]).is_file() and "--resume"
         fail("interrupted" + (f": what is done is kept, go on with {kept}" if kept else ""), code)

@@ -50,7 +50,9 @@ def generate(
     text: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]", help="Default: read from stdin, less a line break at its end."
+            metavar="[PROMPT]",
+            help="Behind -- if it begins with a dash. Default: read from stdin, less a line break "
+            "at its end.",
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The same, spelled out.")] = None,
@@ -200,6 +202,7 @@ def info(
         "sbd_trained": model.trained,
         **{f"default_{name}": value for name, value in model.defaults.items()},
         "acceptance": model.acceptance,
+        "verified": model.drafting or None,
     }
     if as_json:
         print_json(facts)

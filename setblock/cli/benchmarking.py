@@ -311,9 +311,10 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
     """One section for each batch size and prompt length; fits into 80 columns."""
     shown = Table(
         title="Against token by token (ntp); median, least to most of the rounds",
-        caption="with prompt: its forward included, which the speed-up leaves out. of ceiling: "
-        "share of what the costs of bare forwards would allow. same: answers with the tokens of "
-        "ntp. lookup: transformers' decoding that copies from the prompt",
+        caption="with prompt: its forward included, which the speed-up leaves out.\n"
+        "of ceiling: share of what the costs of bare forwards would allow.\n"
+        "same: answers with the tokens of ntp.\n"
+        "lookup: transformers' decoding that copies from the prompt",
         caption_justify="left",
     )
     shown.add_column("decoding", overflow="fold", min_width=12, max_width=12)

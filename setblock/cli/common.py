@@ -98,8 +98,9 @@ SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
 BlockSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a block. Default: the checkpoint's, else 16. Mode verified: the length, up "
-        "to that one, that is quickest by arithmetic; with --draft solver that one."
+        help="Tokens of a block. Default: the checkpoint's, else 16. Mode verified: what `tune` "
+        "wrote, else the length, up to that one, that is quickest by arithmetic; with --draft "
+        "solver that one."
     ),
 ]
 SeedFirstOption = Annotated[

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from setblock.cli.common import (
     BlockSizeOption,
+    Compile,
+    CompileOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -20,10 +23,12 @@ from setblock.cli.common import (
     SolverOption,
     Switch,
     app,
+    err,
     load_model,
     out,
     print_json,
     starting,
+    warm_up,
 )
 
 
@@ -95,6 +100,7 @@ def serve(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     api_key: Annotated[
         str | None,
@@ -134,6 +140,7 @@ def serve(
         from setblock.vllm.command import command
 
         ours = {"--device": device, "--json": as_json, "--pack": pack}
+        ours["--compile"] = compile is not Compile.off
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
         more = ["--host", host, "--port", str(port), *(words or ())]
@@ -165,7 +172,7 @@ def serve(
             listening.bind((host, port))
         except OSError as error:
             raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
-        model = load_model(model_name, dtype, device, mask_token_id, pack=pack)
+        model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         if not model.trained and not allow_untrained:
             raise ValueError(
                 f"{model_name} was never trained for set block decoding: its blocks would hardly "
@@ -173,6 +180,9 @@ def serve(
             )
         model.defaults |= {name: value for name, value in given.items() if value is not None}
         settings_for(model)  # bad values are refused here
+        if compile is not Compile.off:
+            with err.status(Text(f"making kernels of {model_name}")):
+                warm_up(model, {})
         application = build(model, model_name)
         listening.listen()
         place = f"[{host}]" if ":" in host else host

@@ -1,6 +1,7 @@
 """The command that picks a setting: tune."""
 
-from dataclasses import asdict
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,8 @@ import typer
 from rich.table import Table
 
 from setblock.cli.common import (
+    Compile,
+    CompileOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -70,6 +73,7 @@ def tune(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     write: Annotated[
         bool,
@@ -102,13 +106,13 @@ def tune(
     On items without right answers, such as --task prompts, an answer is right that says what token
     by token says. To lose nothing: --mode verified --task prompts --data YOURS.jsonl.
 
-    Each picking item is decoded about three times, with the default solvers, each confirming one
-    four times.
+    With both modes and the default solvers an item that picks is decoded five to eighteen times,
+    the more the fewer there are, one that confirms four times.
     """
     with starting():
         from setblock import evaluate, nano
         from setblock import tune as tuning
-        from setblock.checkpoint import BUNDLED, write_settings
+        from setblock.checkpoint import BUNDLED, DRAFTING, write_settings
         from setblock.loading import fingerprint_of
         from setblock.records import Journal
         from setblock.scores import Sample
@@ -124,6 +128,8 @@ def tune(
             f"{model_name!r} is no checkpoint folder that the choice could be written into: name "
             "one, or give --no-write"
         )
+    if write and not os.access(model_name, os.W_OK):
+        raise ValueError(f"{model_name} can't be written into: give --no-write")
     form, items = None, []
     if data is None:
         if plain or split:
@@ -144,7 +150,7 @@ def tune(
     tried = tuning.Tried(mode or tuning.MODES, solver or tuning.SOLVERS, block_size)
     if solver and "sbd" not in tried.modes:
         raise ValueError("--solver is for mode sbd, which --mode leaves out")
-    model = load_model(model_name, dtype, device, mask_token_id, pack=pack)
+    model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     warn_untrained(model, "sbd")
     tried.check(model)
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
@@ -156,6 +162,7 @@ def tune(
         "mask_token_id": mask_token_id,
         "dtype": dtype and dtype.value,
         "device": device,
+        "compile": compile.value,
         "pack": pack and pack.value,
         "task": task,
         **(form.describe() if form else {}),
@@ -163,16 +170,16 @@ def tune(
         **asdict(target),
         "batch_size": batch_size,
         "tried": asdict(tried),
+        "longest": model.defaults["block_size"],
         "common": common,
     }
     acceptance = model.acceptance
-    journal = Journal(request, out_file, resume)
+    journal = Journal(request, out_file, resume, kept=("longest",))
     record = journal.record
+    tried = replace(tried, longest=record["request"]["longest"])
     line = journal.finished(0)
     if line is None:
         record["rounds"] = []
-        for options in (tuning.BASELINE, {"mode": "verified"}):
-            warm_up(model, {**options, **common})
 
         def note(done: dict[str, Any]) -> None:
             record["rounds"].append(done)
@@ -187,6 +194,7 @@ def tune(
             target,
             batch_size,
             form,
+            warm_up=lambda options: warm_up(model, options),
             known=lambda run: [Sample.from_json(one) for one in journal.known(run)],
             on_sample=lambda run, sample: journal.add(run, asdict(sample)),
             on_round=note,
@@ -194,15 +202,16 @@ def tune(
         )
         journal.finish(line)
     chosen = line["chosen"]
-    old, written = model.defaults, write and chosen["mode"] != "ntp"
+    old, written = {**model.defaults, **model.drafting}, write and chosen["mode"] != "ntp"
     measured = line.get("acceptance")
     if write and measured is not None:
         write_settings(model_name, acceptance=measured)
     if written:
-        # Another choice's branches and seeds are taken away; the solver stays, for mode sbd.
-        settings = {name: chosen[name] for name in tuning.NAMES}
-        if chosen["solver"] is None:
-            del settings["solver"]
+        settings: dict[str, Any] = {"mode": chosen["mode"]}
+        if chosen["mode"] == "verified":  # beside block size and solver of mode sbd
+            settings["verified"] = {name: chosen[name] for name in DRAFTING}
+        else:
+            settings |= {name: chosen[name] for name in ("solver", "block_size")}
         if mask_token_id is not None:
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
@@ -212,7 +221,7 @@ def tune(
         print_json(record)
         return
     out.print(_table(line["finalists"], by, line["judged"]))
-    if any(one["mode"] == "verified" and one["proven"] for one in line["finalists"]):
+    if any(one["lossless"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
     if measured is not None:
         kept = ", and written" if write else ""
