@@ -171,7 +171,8 @@ def tune(
         raise ValueError("tuning needs at least 2 different items: one to pick by, one to confirm")
     baseline = Candidate({**BASELINE, **common})
     some = min(FIRST_ITEMS, len(halves[0]))
-    model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
+    if "verified" in tried.modes:
+        model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
     drafting = Candidate({**tried.drafting(model, min(batch_size, some)), **common})
     runs = {id(baseline): 0, id(drafting): 1}
     exact = model.dtype == torch.float32

@@ -131,9 +131,10 @@ def test_verified_decoding_needs_no_proof_in_float32(model, items, judge):
 def test_acceptance_is_measured_before_verified_decoding_is_tried(model, items, judge):
     """How much to draft follows from it; without verified decoding there is nothing to measure."""
     judge(lambda mode, number: True)
-    model.acceptance = ACCEPTANCE
+    model.acceptance = 0.6
     assert tuned(model, items, Tried(["sbd"], SOME[:1], [4]))[0]["acceptance"] is None
-    assert model.acceptance == ACCEPTANCE
+    assert model.acceptance == 0.6, "as it was"
+    model.acceptance = ACCEPTANCE
     kept: dict[int, list] = {}
     used = generation.settings_for(model, 8, mode="verified", draft="branches")
     line, _ = tuned(
