@@ -28,7 +28,7 @@ SETTINGS = {
     "acceptance": float,  # of drafted tokens, see roofline.best_spending
     "verified": dict,  # what that mode drafts, see DRAFTING; without it by arithmetic
 }
-DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0}  # at least
+DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": 0}  # at least
 
 
 class ModelError(ValueError):
@@ -51,7 +51,7 @@ def read_settings(source: str) -> dict[str, Any]:
 
 
 def _is_drafting(value: dict[str, Any]) -> bool:
-    return value.keys() == DRAFTING.keys() and all(
+    return {"lookup", *value} == DRAFTING.keys() and all(
         type(number) is int and number >= DRAFTING[name] for name, number in value.items()
     )
 
@@ -63,7 +63,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         in_range, limits = {
             "block_size": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
-            "verified": (_is_drafting, " of block_size and branches, at least 1, and seeds"),
+            "verified": (_is_drafting, " of block_size and branches, at least 1, seeds and lookup"),
         }.get(key, (lambda value: True, ""))
         if type(value) is not SETTINGS[key] or not in_range(value):
             raise ModelError(

@@ -26,7 +26,10 @@ MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
-OWN_OPTIONS = {"sbd": ("next_token_seed", "fallback"), "verified": ("draft", "branches", "seeds")}
+OWN_OPTIONS = {
+    "sbd": ("next_token_seed", "fallback"),
+    "verified": ("draft", "branches", "seeds", "lookup"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Settings:
         made; None is all.
     seeds: of draft "branches": for each of them, how many more drafts are made that begin with one
         of the likeliest tokens.
+    lookup: of draft "branches": tokens at most of a draft that is copied from behind an earlier
+        place of the text's last tokens, where that promises more than the model's own; 0 is never.
+        Blocks of one token have no other draft.
     """
 
     mode: str
@@ -61,6 +67,7 @@ class Settings:
     draft: str = "branches"
     branches: int | None = None
     seeds: int = 0
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -69,7 +76,7 @@ class Settings:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
         if not isinstance(self.solver, Solver):
             raise ValueError(f"solver must be a solver or its text, got {self.solver!r}")
-        bounds = {"block_size": 1, "max_new_tokens": 1, "branches": 1, "seeds": 0}
+        bounds = {"block_size": 1, "max_new_tokens": 1, "branches": 1, "seeds": 0, "lookup": 0}
         for name, least in bounds.items():
             value = getattr(self, name)
             if name == "branches" and value is None:
@@ -93,16 +100,18 @@ class Settings:
                 got = getattr(self, name)
                 if got != type(self).__dataclass_fields__[name].default:
                     raise ValueError(f"{name} is for mode {mode}, got {got!r} in mode {self.mode}")
-        for name in ("branches", "seeds") if self.draft == "solver" else ():
+        for name in ("branches", "seeds", "lookup") if self.draft == "solver" else ():
             if getattr(self, name):
                 got = getattr(self, name)
                 raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
-        lengths = self.block_size if self.branches is None else self.branches
-        queries = self.block_size * (1 + min(lengths, self.block_size) * (1 + self.seeds))
+        longest = max(self.block_size, self.lookup + 1)
+        lengths = min(self.branches or longest, longest)
+        queries = longest + self.block_size * lengths * (1 + self.seeds)
         if self.mode == "verified" and self.draft == "branches" and queries > MOST_QUERIES:
             raise ValueError(
-                f"seeds, branches and block_size make forwards of at most {MOST_QUERIES} tokens, "
-                f"got {self.seeds}, {self.branches} and {self.block_size}: {queries}"
+                f"seeds, branches, block_size and lookup make forwards of at most {MOST_QUERIES} "
+                f"tokens, got {self.seeds}, {self.branches}, {self.block_size} and {self.lookup}: "
+                f"{queries}"
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
@@ -149,8 +158,8 @@ class Rows:
         """scratch: query tokens of a forward that stand behind the longest text."""
         self.model, self.settings = model, settings
         lengths = [len(prompt) for prompt in prompts]
-        # A forward may look at a whole block from any position on.
-        block = min(settings.block_size, settings.max_new_tokens)
+        # A forward may look at a whole block or draft from any position on.
+        block = min(max(settings.block_size, settings.lookup + 1), settings.max_new_tokens)
         capacity = max(lengths) + settings.num_slots + block
         tokens = torch.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):

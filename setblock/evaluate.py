@@ -90,7 +90,7 @@ def _answered(
     if prompts:  # what follows from the number of rows follows from all of them, resumed or not
         settings = settings_for(model, min(batch_size, len(problems)), **options)
         if settings.mode == "verified":
-            own = ("solver",) if settings.draft == "solver" else ("branches", "seeds")
+            own = ("solver",) if settings.draft == "solver" else ("branches", "seeds", "lookup")
             names = ("draft", "block_size", *own)
             options = options | {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
     reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
@@ -135,7 +135,7 @@ def run(
 
     peak_bytes: the most memory in use, on a GPU during this run, on a CPU by the whole process.
     least_bytes: what the weights, and the keys and values of the largest batch, take by arithmetic.
-    acceptance: of drafted tokens by branches, fitted to tokens per forward; None in other modes.
+    acceptance: of drafted tokens by branches alone, fitted to tokens per forward, else None.
     """
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
@@ -143,7 +143,7 @@ def run(
     score = _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
     result = score.result()
-    drafting = settings.mode == "verified" and settings.draft == "branches"
+    drafting = settings.mode == "verified" and settings.draft == "branches" and not settings.lookup
     acceptance = None
     if drafting and settings.block_size > 1:
         acceptance = acceptance_of(settings, result["tokens_per_forward"])

@@ -23,8 +23,8 @@ class Options(TypedDict, total=False):
     block_size: slots of a block. max_new_tokens: default 256. temperature: default 0, greedy.
     top_p, top_k: default off. seed: of the sampling noise. stop: texts that end a row.
     ignore_eos: generate on past EOS.
-    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds: of mode "verified"; see
-    decode.Settings.
+    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup: of mode
+    "verified"; see decode.Settings.
     """
 
     mode: str | None
@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     draft: str
     branches: int | None
     seeds: int
+    lookup: int
 
 
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
@@ -67,7 +68,9 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
             )
         given |= {**model.drafting, **typed}
         fixed_size = "block_size" in model.drafting or "block_size" in typed
-        given |= _spending(model, given, rows, fixed_size, "draft" in typed)
+        given |= _spending(
+            model, given, rows, fixed_size, "draft" in typed or bool(given.get("lookup"))
+        )
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {

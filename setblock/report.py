@@ -49,6 +49,7 @@ def name_of(line: dict[str, Any]) -> str:
         words.append(f"k={settings['block_size']}")
     if line["mode"] == "verified" and settings.get("draft") == "branches":
         words.append(f"{settings.get('branches') or 'all'}+{settings.get('seeds', 0)}")
+        words += [f"lookup {settings['lookup']}"] if settings.get("lookup") else []
     return " ".join(filter(None, words))
 
 

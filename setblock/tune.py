@@ -31,7 +31,9 @@ SOLVERS = (
     *("confidence:0.9", "confidence:0.99", "prefix:0.9", "prefix:0.99", "prefix:0.999"),
 )
 MODES = ("sbd", "verified")
-MOST_VERIFIED = 6  # settings of verified decoding that are tried
+MOST_VERIFIED = 6  # block sizes and branches of verified decoding that are tried
+WITHOUT_LOOKUP = 3  # of them without lookup too
+LOOKUP = 8
 SPEEDS = ("clock", "forwards")
 
 
@@ -111,7 +113,8 @@ class Tried:
     def verified(self, model: Model, rows: int) -> list[dict[str, Any]]:
         """For each block size one branch, all, and what arithmetic has for `rows` rows.
 
-        Of them the MOST_VERIFIED that it says are quickest.
+        Of them the MOST_VERIFIED that it says are quickest, with lookup, the first few without; and
+        lookup alone, where no block sizes were asked for.
         """
         sizes = self.block_sizes or range(2, self.up_to(model) + 1)
         spent = {
@@ -125,18 +128,24 @@ class Tried:
         spent = {
             one
             for one in spent
-            if one.block_size * (1 + one.branches * (1 + one.seeds)) <= MOST_QUERIES
+            if LOOKUP + one.block_size * (1 + one.branches * (1 + one.seeds)) <= MOST_QUERIES
         }
         order = sorted(spent, key=lambda one: (one.seconds_per_token, *astuple(one)))
-        return [_verified(one) for one in order[:MOST_VERIFIED]]
+        drafted = [_verified(one) for one in order[:MOST_VERIFIED]]
+        found = [one | {"lookup": LOOKUP} for one in drafted] + drafted[:WITHOUT_LOOKUP]
+        if drafted and self.block_sizes is None:
+            found.append(found[0] | {"block_size": 1, "branches": 1, "seeds": 0})
+        return found
 
 
 def _verified(spent: Spending) -> dict[str, Any]:
+    """Its drafts alone: without lookup, whatever the checkpoint says."""
     return {
         "mode": "verified",
         "block_size": spent.block_size,
         "branches": spent.branches,
         "seeds": spent.seeds,
+        "lookup": 0,
     }
 
 
@@ -335,15 +344,19 @@ def _describe(one: Candidate) -> dict[str, Any]:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """A setting in a few words: "sbd entropy:0.1 16", "verified 3, 1 branch"."""
+    """A setting in a few words: "sbd entropy:0.1 16", "verified 3, 1 branch, lookup 8"."""
     if settings["mode"] == "ntp":
         return "ntp"
     branches, seeds = settings.get("branches"), settings.get("seeds")
     solver = settings.get("solver") if settings["mode"] == "sbd" else None
+    verified = settings["mode"] == "verified"
+    lookup = f"lookup {settings['lookup']}" if verified and settings.get("lookup") else ""
+    if lookup and settings["block_size"] == 1:
+        return f"{settings['mode']}, {lookup} alone"
     said = " ".join(str(one) for one in (settings["mode"], solver, settings["block_size"]) if one)
     for name, plural, count in (("branch", "branches", branches), ("seed", "seeds", seeds)):
         said += f", {count} {name if count == 1 else plural}" if count else ""
-    return said
+    return f"{said}, {lookup}" if lookup else said
 
 
 def _rank(line: dict[str, Any], target: Target) -> tuple[float, float]:

@@ -8,7 +8,8 @@ never which.
 Every forward encodes `[final tokens without keys, draft]` causally. Where drafts come from:
 
     BranchDrafts   blocks of masks in the same forward, one behind every length of the draft that
-                   may be accepted: one forward a cycle
+                   may be accepted, or what once followed the text's last tokens: one forward a
+                   cycle
     SolverDrafts   a block that a solver fills in forwards of its own
 
 Sampling noise belongs to (seed, row, position), so that a draft can guess sampled tokens too.
@@ -24,11 +25,14 @@ from setblock.decode import Rows, Settings
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 
+MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
+WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
+
 
 class VerifiedRows(Rows):
     """Rows with a draft.
 
-    draft   [batch, block_size - 1] tokens proposed for `start` and after, the mask token where none
+    draft   [batch, width] tokens proposed for `start` and after, the mask token where none
     length  [batch] how many of them there are; never more than could be of use
     All final tokens but the last are in the cache; of the prompt none before the first forward.
     """
@@ -42,10 +46,12 @@ class VerifiedRows(Rows):
         rows: Sequence[int],
         settings: Settings,
         scratch: int,
+        width: int,
     ) -> None:
+        """width: tokens of a draft at most."""
         super().__init__(model, prompts, rows, settings, scratch)
         self.block_size = min(settings.block_size, settings.max_new_tokens)
-        shape = len(prompts), self.block_size - 1
+        shape = len(prompts), width
         self.draft = torch.full(shape, model.mask_token_id, device=model.device)
         self.length = torch.zeros_like(self.start)
 
@@ -114,7 +120,8 @@ class SolverDrafts(VerifiedRows):
         rows: Sequence[int],
         settings: Settings,
     ) -> None:
-        super().__init__(model, prompts, rows, settings, scratch=settings.block_size)
+        size = min(settings.block_size, settings.max_new_tokens)
+        super().__init__(model, prompts, rows, settings, scratch=size, width=size - 1)
         self.drafting = torch.zeros_like(self.start, dtype=torch.bool)
 
     def step(self) -> Bool[Tensor, "batch length"]:
@@ -157,13 +164,14 @@ class SolverDrafts(VerifiedRows):
 
 
 class BranchDrafts(VerifiedRows):
-    """Rows whose next draft is made while the current one is verified.
+    """Rows whose next draft is made while the current one is verified, or looked up.
 
     Behind each accepted length stands a branch: a block of masks that sees the text up to there. It
     does not see the token that verification will put behind the accepted ones; seeded branches
-    guess it, by the draft's next likeliest tokens.
-    confidence  [batch, block_size - 1] probability that drafting gave each drafted token
-    runners     [batch, block_size - 1, seeds] its next likeliest tokens, the mask token where none
+    guess it, by the draft's next likeliest tokens. A branch behind fewer tokens than were accepted
+    still has predictions for what comes after these.
+    confidence  [batch, width] probability of each drafted token, by whatever drafted it
+    runners     [batch, width, seeds] its next likeliest tokens, the mask token where none
     """
 
     PER_ROW = (*VerifiedRows.PER_ROW, "confidence", "runners")
@@ -176,10 +184,12 @@ class BranchDrafts(VerifiedRows):
         settings: Settings,
     ) -> None:
         size = min(settings.block_size, settings.max_new_tokens)
-        lengths = size if settings.branches is None else min(settings.branches, size)
-        self.num_lengths = lengths if size > 1 else 0  # blocks of one token have no draft
-        num_branches = self.num_lengths * (1 + settings.seeds)
-        super().__init__(model, prompts, rows, settings, scratch=size * (1 + num_branches))
+        self.lookup = min(settings.lookup, settings.max_new_tokens - 1)
+        width = max(size - 1, self.lookup)
+        lengths = width + 1 if settings.branches is None else min(settings.branches, width + 1)
+        self.num_lengths = lengths if size > 1 else 0  # blocks of one token draft nothing
+        scratch = width + 1 + size * self.num_lengths * (1 + settings.seeds)
+        super().__init__(model, prompts, rows, settings, scratch, width)
         self.confidence = torch.zeros(self.draft.shape, device=self.draft.device)
         self.runners = torch.full(
             (*self.draft.shape, settings.seeds), model.mask_token_id, device=self.draft.device
@@ -208,11 +218,15 @@ class BranchDrafts(VerifiedRows):
 
         counts, revealed = self._verify(exact, torch.ones_like(self.start, dtype=torch.bool))
         new = self.tokens.gather(1, (self.start - 1)[:, None])
-        # A branch that saw the new token is worth more than one that did not.
-        fits = used & (accepted == counts[:, None])
-        blind = seeds == self.model.mask_token_id
-        worth = (fits & (seeds == new)).long() * 2 + (fits & blind).long()
-        self._redraft(drafts, worth)
+        before = counts[:, None] - accepted
+        blind = (seeds == self.model.mask_token_id) & (before >= 0)
+        # How many of a branch's predictions are of use, and one more if it saw the new token. A
+        # branch that ends before other accepted tokens has predicted them too.
+        worth = torch.where(used & blind, size - 1 - before, 0).clamp(min=0)
+        worth = torch.where(used & (before == 0) & (seeds == new), size, worth)
+        self._redraft(drafts, worth, before)
+        if self.lookup:
+            self._look_up()
         return revealed
 
     def _plan(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +235,7 @@ class BranchDrafts(VerifiedRows):
         The likeliest lengths, as if each drafted token were accepted with the probability that
         drafting gave it, independently of the others; none that would end the row.
         """
-        offset = torch.arange(self.block_size, device=self.draft.device)
+        offset = torch.arange(self.draft.shape[1] + 1, device=self.draft.device)
         right = torch.where(offset[:-1] < self.length[:, None], self.confidence, 0)
         one = right.new_ones(len(right), 1)
         reached = torch.cat([one, right.cumprod(dim=1)], dim=1)
@@ -246,15 +260,23 @@ class BranchDrafts(VerifiedRows):
         return accepted[:, needed], seeds[:, needed], used[:, needed]
 
     def _redraft(
-        self, logits: Float[Tensor, "batch slots vocab"], worth: Int[Tensor, "batch branches"]
+        self,
+        logits: Float[Tensor, "batch slots vocab"],
+        worth: Int[Tensor, "batch branches"],
+        before: Int[Tensor, "batch branches"],
     ) -> None:
-        """Take the next draft from each row's best branch; rows without one have no draft."""
+        """Take the next draft from each row's best branch; rows without one have no draft.
+
+        before: how many accepted tokens stand behind a branch's first position.
+        """
         self.length = torch.zeros_like(self.length)
         if not logits.shape[1]:
             return
         best, branch = worth.max(dim=1)
         size = logits.shape[1] // worth.shape[1]
-        slots = branch[:, None] * size + torch.arange(size, device=branch.device)
+        offset = torch.arange(size, device=branch.device)
+        first = before.gather(1, branch[:, None]).clamp(0, size - 1)
+        slots = branch[:, None] * size + (first + offset).clamp(max=size - 1)
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
         sampler, places = self.settings.sampler, self._places(size)
         drafted = sampler.pick(logits, self.rows, places)
@@ -270,5 +292,54 @@ class BranchDrafts(VerifiedRows):
             self.runners[:, :size, : runners.shape[-1]] = torch.where(
                 runners < 0, self.model.mask_token_id, runners
             )
-        useful = self._useful(self.draft).clamp(max=size)
-        self.length = torch.where(best > 0, useful, 0)
+        self.length = torch.minimum(self._useful(self.draft), best.clamp(max=size))
+
+    def _look_up(self) -> None:
+        """Copy what followed the text's last tokens before, where that promises more.
+
+        Where the last n tokens stood before, the longest n and the latest place, the next one is
+        taken to be the same with chance n / (n + 2), and so are those behind it, with n growing.
+        """
+        copied, run = looked_up(self.tokens, self.start, self.lookup)
+        run = run[:, None] + torch.arange(self.lookup, device=run.device)
+        chance = torch.where(run[:, :1] > 0, run / (run + 2), 0)
+        reached = chance.cumprod(dim=1)
+        offset = torch.arange(self.draft.shape[1], device=run.device)
+        own = torch.where(offset < self.length[:, None], self.confidence, 0).cumprod(dim=1)
+        draft, confidence = self.draft.clone(), self.confidence.clone()
+        draft[:, : self.lookup] = copied
+        confidence[:, : self.lookup] = chance
+        worth = (reached >= WORTH).sum(dim=1)
+        length = torch.minimum(self._useful(draft), worth)
+        better = reached.sum(dim=1) > own.sum(dim=1)
+        self.draft = torch.where(better[:, None], draft, self.draft)
+        self.confidence = torch.where(better[:, None], confidence, self.confidence)
+        self.length = torch.where(better, length, self.length)
+        unknown = torch.full_like(self.runners, self.model.mask_token_id)
+        self.runners = torch.where(better[:, None, None], unknown, self.runners)
+
+
+def looked_up(
+    tokens: Int[Tensor, "batch length"], end: Int[Tensor, " batch"], count: int
+) -> tuple[Int[Tensor, "batch count"], Int[Tensor, " batch"]]:
+    """(the tokens behind the best match of each text's end, tokens that match there, 0 for none).
+
+    end: where each row's text ends. The best match is the longest, up to MOST_MATCHED tokens, and
+    of these the latest. What was copied beyond the text's end is copied on.
+    """
+    device, size = tokens.device, MOST_MATCHED
+    index = torch.arange(size, device=device)
+    last = end[:, None] - size + index
+    suffix = tokens.gather(1, last.clamp(min=0)).masked_fill(last < 0, -2)
+    padded = torch.nn.functional.pad(tokens, (size, 0), value=-1)
+    # Window i holds the tokens up to and without position i.
+    same = padded.unfold(1, size, 1)[:, : tokens.shape[1]] == suffix[:, None]
+    run = same.flip(2).long().cumprod(dim=2).sum(dim=2)
+    place = torch.arange(tokens.shape[1], device=device)
+    run = torch.where(place < end[:, None], run, 0)
+    match = (run * tokens.shape[1] + place).argmax(dim=1)
+    run = run.gather(1, match[:, None])[:, 0]
+    offset = torch.arange(count, device=device)
+    period = (end - match).clamp(min=1)
+    copied = tokens.gather(1, match[:, None] + offset % period[:, None])
+    return copied, run

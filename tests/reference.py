@@ -77,3 +77,21 @@ def _layout(length: int, start: int) -> Layout:
         block=torch.where(noisy, start, -1),
         document=torch.zeros_like(position),
     )
+
+
+def looked_up(text: list[int], count: int, most: int) -> tuple[list[int], int]:
+    """(the `count` tokens behind the latest of the longest matches of the text's end, its length).
+
+    A match has at most `most` tokens; what was copied beyond the text's end is copied on.
+    """
+    best = 0, 0
+    for place in range(1, len(text)):
+        run = 0
+        while run < min(most, place) and text[place - 1 - run] == text[-1 - run]:
+            run += 1
+        best = max(best, (run, place))
+    run, place = best
+    copied = list(text)
+    for offset in range(count):
+        copied.append(copied[place + offset])
+    return copied[len(text) :], run

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import reference
 import torch
 from fakes import EOS, TableModel
 from hypothesis import given, settings
@@ -17,14 +18,14 @@ from setblock.generation import Generation, generate, settings_for
 from setblock.loading import load
 from setblock.masks import CLEAN, PADDING, Layout, branches_layout, causal_layout, visible
 from setblock.model import Model
-from setblock.verified import BranchDrafts
+from setblock.verified import MOST_MATCHED, WORTH, BranchDrafts, looked_up
 
 __all__ = ["networks"]  # a fixture
 
 
 def pair(model: Model, texts: list[list[int]], batch_size: int | None, **options: Any):
     """(next-token, verified) generations of the same prompts and options."""
-    own = {"draft", "branches", "seeds", "solver", "block_size"}
+    own = {"draft", "branches", "seeds", "lookup", "solver", "block_size"}
     plain = {name: value for name, value in options.items() if name not in own}
     exact = generate(model, texts, mode="ntp", **plain)
     drafted = generate(model, texts, mode="verified", batch_size=batch_size, **options)
@@ -59,6 +60,7 @@ def options(draw, max_new_tokens: int):
     else:
         chosen["branches"] = draw(st.sampled_from([None, 1, 2, 5, 40]))
         chosen["seeds"] = draw(st.sampled_from([0, 1, 3]))
+        chosen["lookup"] = draw(st.sampled_from([0, 0, 1, 4, 30]))
     if draw(st.booleans()):
         chosen["temperature"] = draw(st.sampled_from([0.3, 1.0, 1.5]))
         chosen["top_k"] = draw(st.sampled_from([0, 3]))
@@ -125,6 +127,7 @@ def drafting(model: Model, text: list[int], errors: float) -> Model:
     [
         {"draft": "branches", "branches": 9, "seeds": 1},
         {"draft": "branches", "branches": 2, "seeds": 0},
+        {"draft": "branches", "branches": 2, "seeds": 1, "lookup": 12},
         {"draft": "solver", "solver": "fixed:4"},
     ],
 )
@@ -463,3 +466,71 @@ def test_tokens_revealed_before_a_collapse_stay() -> None:
         state.step()
     assert model.decode(state.committed(0)[0]) == "abddef"
     assert state.nfe[0] == 6, "one forward more than six tokens, one less for the pair revealed"
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=60), min_size=1, max_size=4),
+    count=st.integers(1, 20),
+)
+def test_what_is_looked_up_is_what_the_slow_way_finds(texts, count) -> None:
+    width = max(map(len, texts)) + 7
+    tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+    copied, run = looked_up(tokens, torch.tensor([len(text) for text in texts]), count)
+    for text, ours, length in zip(texts, copied.tolist(), run.tolist(), strict=True):
+        expected, matched = reference.looked_up(text, count, MOST_MATCHED)
+        assert length == matched
+        if matched:
+            assert ours == expected
+
+
+def test_a_text_that_repeats_itself_is_copied_in_as_many_forwards_as_the_slow_way_takes() -> None:
+    """Blocks of one token: there are no other drafts."""
+    text = "a fox saw a fox who saw a dog. a fox saw a fox who saw a dog who saw a fox."
+    model = TableModel.spelling(text, start=2)
+    count, lookup = len(text), 8
+    for prompt in ([5, 6], [7, 8]):
+        [exact] = generate(model, [prompt], mode="ntp", max_new_tokens=count)
+        [copied] = generate(
+            model, [prompt], mode="verified", block_size=1, lookup=lookup, max_new_tokens=count
+        )
+        assert copied.token_ids == exact.token_ids
+        whole = [*prompt, *exact.token_ids]
+        known, forwards = len(prompt) + 1, 1
+        while known < len(whole):
+            draft, run = reference.looked_up(whole[:known], lookup, MOST_MATCHED)
+            chance, accepted = 1.0, 0
+            for offset, token in enumerate(draft[: len(whole) - known - 1] if run else []):
+                chance *= (run + offset) / (run + offset + 2)
+                if chance < WORTH or token != whole[known + offset]:
+                    break
+                accepted += 1
+            known, forwards = known + accepted + 1, forwards + 1
+        assert copied.nfe == forwards
+        assert forwards < 0.6 * exact.nfe
+
+
+def test_a_sure_draft_is_not_given_up_for_a_copy_that_promises_less() -> None:
+    """The model knows a text that never repeats; its letters' last places would say otherwise."""
+    text = "abacadaeafagahaiajakal"
+    model = TableModel.spelling(text, start=2)
+    options: dict[str, Any] = {"mode": "verified", "block_size": 6, "branches": 6}
+    options["max_new_tokens"] = len(text)
+    [own] = generate(model, [[20, 21]], **options)
+    [both] = generate(model, [[20, 21]], **options, lookup=8)
+    assert both.token_ids == own.token_ids
+    assert both.nfe == own.nfe
+
+
+def test_a_branch_behind_fewer_tokens_than_were_accepted_still_drafts() -> None:
+    """One branch, behind the prompt alone once: of its block the slots further on are of use."""
+    text = "the quick brown fox jumps over a lazy dog"
+    model = TableModel.spelling(text, start=2)
+    run = settings_for(model, mode="verified", block_size=6, branches=1, max_new_tokens=len(text))
+    state = BranchDrafts(model, [[5, 6]], [0], run)
+    state.step()
+    state.confidence[:, 2:] = 0.0  # so the branch comes to stand behind two drafted tokens
+    state.step()
+    assert int(state.start[0]) == 2 + 1 + 6, "all five drafted tokens and the next"
+    assert int(state.length[0]) == 5 - 3, "the branch predicted three of them as well"
+    drafted = state.draft[0, :2].tolist()
+    assert model.decode(drafted) == text[7:9]

@@ -19,6 +19,7 @@ from setblock.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    LookupOption,
     MaskTokenOption,
     Mode,
     ModelName,
@@ -87,6 +88,7 @@ def generate(
     draft: DraftOption = None,
     branches: BranchesOption = None,
     seeds: SeedsOption = None,
+    lookup: LookupOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Compile.off,
@@ -121,6 +123,7 @@ def generate(
         "draft": draft.value if draft else None,
         "branches": branches,
         "seeds": seeds,
+        "lookup": lookup,
     }
     settings = settings_for(model, **options)
     given = {"solver": solver if not settings.uses_solver else None}
@@ -131,7 +134,8 @@ def generate(
     ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     warn_untrained(model, settings.mode)
-    if settings.mode == "verified" and settings.block_size == 1 and block_size is None:
+    alone = settings.mode == "verified" and settings.block_size == 1 and not settings.lookup
+    if alone and block_size is None:
         err.print(
             "drafting does not pay here by arithmetic: decoding token by token (--block-size "
             "drafts all the same)",
@@ -331,6 +335,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "draft": settings.draft if settings.mode == "verified" else None,
         "branches": settings.branches,
         "seeds": settings.seeds,
+        "lookup": settings.lookup,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,

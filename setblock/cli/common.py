@@ -142,6 +142,15 @@ SeedsOption = Annotated[
         "arithmetic."
     ),
 ]
+LookupOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Mode verified: tokens at most of a draft that is copied from earlier in the text, "
+        "from behind the place where its last tokens stood before, if that promises more than the "
+        "model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
+        "Default: the checkpoint's, else 0, never."
+    ),
+]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere."),

@@ -20,6 +20,7 @@ from setblock.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    LookupOption,
     MaskTokenOption,
     Mode,
     PackOption,
@@ -107,6 +108,7 @@ def evaluate(
     draft: DraftOption = None,
     branches: BranchesOption = None,
     seeds: SeedsOption = None,
+    lookup: LookupOption = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -158,6 +160,7 @@ def evaluate(
         "draft": draft,
         "branches": branches,
         "seeds": seeds,
+        "lookup": lookup,
         "shots": shots or None,
         "plain": plain or None,
         "compile": compile if compile is not Compile.off else None,
@@ -196,7 +199,12 @@ def evaluate(
         )
     own = {
         Mode.sbd: {"next_token_seed": next_token_seed or None, "fallback": fallback},
-        Mode.verified: {"draft": draft and draft.value, "branches": branches, "seeds": seeds},
+        Mode.verified: {
+            "draft": draft and draft.value,
+            "branches": branches,
+            "seeds": seeds,
+            "lookup": lookup,
+        },
     }
     for one, values in own.items():
         names = [name.replace("_", "-") for name, value in values.items() if value is not None]

@@ -101,7 +101,9 @@ def tune(
 
     Verified decoding in float32 needs no proof: its text is that of token by token. How many of its
     drafts are accepted is measured first; of all block sizes and numbers of branches the six that
-    are quickest by arithmetic are tried. Tune with the --batch-size that you will decode with.
+    are quickest by arithmetic are tried, with drafts copied from the text (lookup) and some
+    without, and lookup alone, which needs no training. Tune with the --batch-size that you will
+    decode with.
 
     On items without right answers, such as --task prompts, an answer is right that says what token
     by token says. To lose nothing: --mode verified --task prompts --data YOURS.jsonl.
