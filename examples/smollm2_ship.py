@@ -27,6 +27,7 @@ def main(
     adapter: Annotated[Path, typer.Argument(help="Output folder of `setblock train`.")],
     block_size: Annotated[int, typer.Option(help="Of verified decoding, by default.")],
     acceptance: Annotated[float, typer.Option(help="Of drafts, as `setblock evaluate` reports.")],
+    lookup: Annotated[int, typer.Option(help="Tokens of a copied draft, by default.")] = 8,
     output_dir: Annotated[Path, typer.Option(help="Where it goes.")] = BUNDLED["smollm2"],
 ) -> None:
     """Write the folder."""
@@ -44,7 +45,8 @@ def main(
     save_file(weights, output_dir / WEIGHTS, metadata={"format": "pt"})
     (output_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(adapter / "generation_config.json", output_dir)
-    write_settings(output_dir, mode="verified", block_size=block_size, acceptance=acceptance)
+    own = {"block_size": block_size, "acceptance": acceptance, "verified": {"lookup": lookup}}
+    write_settings(output_dir, mode="verified", **own)
     shutil.copy(adapter / "log.jsonl", output_dir)
     print(f"{adapter} -> {output_dir}")
 

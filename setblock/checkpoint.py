@@ -26,7 +26,7 @@ SETTINGS = {
     "dtype": str,
     "device": str,
     "acceptance": float,  # of drafted tokens, see roofline.best_spending
-    "verified": dict,  # what that mode drafts, see DRAFTING; without it by arithmetic
+    "verified": dict,  # what that mode drafts, see DRAFTING; what is absent by arithmetic
 }
 DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": 0}  # at least
 
@@ -51,8 +51,9 @@ def read_settings(source: str) -> dict[str, Any]:
 
 
 def _is_drafting(value: dict[str, Any]) -> bool:
-    return {"lookup", *value} == DRAFTING.keys() and all(
-        type(number) is int and number >= DRAFTING[name] for name, number in value.items()
+    return all(
+        name in DRAFTING and type(number) is int and number >= DRAFTING[name]
+        for name, number in value.items()
     )
 
 

@@ -27,6 +27,7 @@ from setblock.model import Model
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
 WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
+SURE = 0.6  # chance of a copy's first token from which on no branches stand behind the copy
 
 
 class VerifiedRows(Rows):
@@ -172,9 +173,10 @@ class BranchDrafts(VerifiedRows):
     still has predictions for what comes after these.
     confidence  [batch, width] probability of each drafted token, by whatever drafted it
     runners     [batch, width, seeds] its next likeliest tokens, the mask token where none
+    sure        [batch] whether the draft is such a copy that the next one will be a copy as well
     """
 
-    PER_ROW = (*VerifiedRows.PER_ROW, "confidence", "runners")
+    PER_ROW = (*VerifiedRows.PER_ROW, "confidence", "runners", "sure")
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class BranchDrafts(VerifiedRows):
         scratch = width + 1 + size * self.num_lengths * (1 + settings.seeds)
         super().__init__(model, prompts, rows, settings, scratch, width)
         self.confidence = torch.zeros(self.draft.shape, device=self.draft.device)
+        self.sure = torch.zeros_like(self.start, dtype=torch.bool)
         self.runners = torch.full(
             (*self.draft.shape, settings.seeds), model.mask_token_id, device=self.draft.device
         )
@@ -233,7 +236,8 @@ class BranchDrafts(VerifiedRows):
         """(accepted length, token in the first slot, whether in use) of branches [batch, count].
 
         The likeliest lengths, as if each drafted token were accepted with the probability that
-        drafting gave it, independently of the others; none that would end the row.
+        drafting gave it, independently of the others; none that would end the row, and none for a
+        row with a sure copy.
         """
         offset = torch.arange(self.draft.shape[1] + 1, device=self.draft.device)
         right = torch.where(offset[:-1] < self.length[:, None], self.confidence, 0)
@@ -243,6 +247,7 @@ class BranchDrafts(VerifiedRows):
         possible = (offset <= self.length[:, None]) & (
             self.start[:, None] + offset + 1 < self.limit[:, None]
         )
+        possible &= ~self.sure[:, None]
         ends = torch.isin(self.draft, self.eos) & (offset[:-1] < self.length[:, None])
         possible[:, 1:] &= ~ends
         chance = torch.where(possible, chance, -1)
@@ -315,6 +320,7 @@ class BranchDrafts(VerifiedRows):
         self.draft = torch.where(better[:, None], draft, self.draft)
         self.confidence = torch.where(better[:, None], confidence, self.confidence)
         self.length = torch.where(better, length, self.length)
+        self.sure = better & (chance[:, 0] >= SURE)
         unknown = torch.full_like(self.runners, self.model.mask_token_id)
         self.runners = torch.where(better[:, None, None], unknown, self.runners)
 

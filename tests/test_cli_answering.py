@@ -113,8 +113,8 @@ def test_a_terminal_is_no_prompt(run, trained):
             {"mode": "sbd", "next_token_seed": True, "fallback": 0.5},
         ),
         (
-            ["--mode", "verified", "--branches", "3", "--seeds", "2"],
-            {"mode": "verified", "branches": 3, "seeds": 2},
+            ["--mode", "verified", "--branches", "3", "--seeds", "2", "--lookup", "4"],
+            {"mode": "verified", "branches": 3, "seeds": 2, "lookup": 4},
         ),
         (
             ["--mode", "verified", "--draft", "solver", "--solver", "fixed:3"],

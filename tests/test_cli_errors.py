@@ -67,6 +67,19 @@ SHORT = ["--max-new-tokens", "8"]
             "at most 8192 tokens",
         ),
         (["--prompt", "a", "--mode", "ntp", "--seeds", "1"], "seeds is for mode verified, got 1 i"),
+        (["--prompt", "a", "--mode", "sbd", "--lookup", "4"], "lookup is for mode verified, got 4"),
+        (
+            ["--prompt", "a", "--mode", "verified", "--lookup", "-1"],
+            "lookup must be an integer of at least 0, got -1",
+        ),
+        (
+            ["--prompt", "a", "--mode", "verified", "--draft", "solver", "--lookup", "2"],
+            "lookup is for draft 'branches', got 2 with draft 'solver'",
+        ),
+        (
+            ["--prompt", "a", "--mode", "verified", "--lookup", "9000"],
+            "at most 8192 tokens",
+        ),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
         (

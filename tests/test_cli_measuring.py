@@ -60,13 +60,15 @@ def test_evaluate_in_verified_mode(run, trained):
     words = ["--task", "lists", "--limit", "2", "--max-new-tokens", "8", "--json"]
     modes = ["--mode", "ntp", "--mode", "verified", "--mode", "sbd"]
     options = ["--branches", "2", "--seeds", "1", "--next-token-seed", "--fallback", "3"]
+    options += ["--lookup", "5"]
     lines = run("evaluate", trained, *words, *modes, *options).json["results"]
     assert [(one["mode"], one["solver"]) for one in lines] == [
         ("ntp", None), ("sbd", "entropy:0.1"), ("verified", None)
     ]  # fmt: skip
     sbd, verified = (one["settings"] for one in lines[1:])
     assert (sbd["next_token_seed"], sbd["fallback"]) == (True, 3)
-    assert (verified["branches"], verified["seeds"]) == (2, 1)
+    assert (verified["branches"], verified["seeds"], verified["lookup"]) == (2, 1, 5)
+    assert lines[2]["acceptance"] is None, "of copied drafts too"
     drafted = ["--mode", "verified", "--draft", "solver", "--solver", "fixed:2"]
     [line] = run("evaluate", trained, *words, *drafted).json["results"]
     assert (line["mode"], line["solver"]) == ("verified", "fixed:2")

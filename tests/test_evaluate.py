@@ -201,6 +201,7 @@ def test_a_line_of_the_record(model, problems):
         "draft": "branches",
         "branches": None,
         "seeds": 0,
+        "lookup": 0,
     }
     assert json.loads(json.dumps(line))["interval"] == list(line["interval"])
 

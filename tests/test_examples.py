@@ -163,7 +163,7 @@ def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
     assert (summary["method"], summary["rows"], summary["steps"]) == ("gated", 3, 2)
     trained, bundle = load(out), tmp_path / "bundle"
     assert trained.gated
-    words = ("--block-size", 6, "--acceptance", 0.62, "--output-dir", bundle)
+    words = ("--block-size", 6, "--acceptance", 0.62, "--lookup", 5, "--output-dir", bundle)
     run("smollm2_ship.py", out, *words)
     tensors = load_file(bundle / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -176,6 +176,7 @@ def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
     assert shipped.mask_token_id == trained.mask_token_id
     assert (shipped.defaults["mode"], shipped.defaults["block_size"]) == ("verified", 6)
     assert shipped.acceptance == 0.62
+    assert shipped.drafting == {"lookup": 5}
 
 
 def test_plot_log(tmp_path):

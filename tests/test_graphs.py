@@ -17,6 +17,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sbd": {"mode": "sbd", "solver": "fixed:2"},
     "seeded": {"mode": "sbd", "solver": "entropy:0.5", "next_token_seed": True},
     "verified": {"mode": "verified", "branches": 2, "seeds": 1},
+    "copied": {"mode": "verified", "branches": 1, "lookup": 6},
     "drafts": {"mode": "verified", "draft": "solver", "solver": "fixed:2"},
 }
 

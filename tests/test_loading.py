@@ -63,9 +63,10 @@ def test_defaults_without_settings(checkpoint):
         ({"block_size": "8"}, "block_size must be a int of at least 1, got '8'"),
         ({"acceptance": 1.0}, "acceptance must be a float between 0 and 1, got 1.0"),
         ({"acceptance": 1}, "acceptance must be a float between 0 and 1, got 1"),
-        ({"verified": 3}, "verified must be a dict of block_size and branches, at least 1, and"),
+        ({"verified": 3}, "verified must be a dict of block_size and branches, at least 1, seeds"),
         ({"verified": {"block_size": 3, "branches": 0, "seeds": 0}}, "verified must be a dict of"),
-        ({"verified": {"block_size": 3, "branches": 1}}, "verified must be a dict of block_size"),
+        ({"verified": {"lookup": -1}}, "verified must be a dict of block_size"),
+        ({"verified": {"length": 1}}, "verified must be a dict of block_size"),
         ({"trained": 1}, "trained must be a bool, got 1"),
     ],
 )

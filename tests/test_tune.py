@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from setblock import generation, nano, tune
-from setblock.checkpoint import BUNDLED
+from setblock.checkpoint import BUNDLED, DRAFTING
 from setblock.evaluate import Form
 from setblock.generation import settings_for
 from setblock.loading import load
@@ -71,7 +71,9 @@ def test_rounds_halve_the_settings_and_double_the_items(model, items, judge):
     judge(lambda mode, number: True)
     line, rounds = tuned(model, items)
     assert [one["items"] for one in rounds] == [8, 16]
-    assert [len(one["settings"]) for one in rounds] == [9, 5], "six solvers; branches: 1, 4, best"
+    assert [len(one["settings"]) for one in rounds] == [12, 6], (
+        "six solvers; 3 branches, copies or not"
+    )
     for one, after in pairwise(rounds):
         assert sum(setting["kept"] for setting in one["settings"]) == len(after["settings"])
     assert (line["picked_on"], line["confirmed_on"]) == (16, 20)
@@ -179,10 +181,14 @@ def test_verified_answers_that_differ_while_picking_prove_nothing(model, items, 
     kept: dict[int, list] = {}
     only = Tried(["verified"], block_sizes=[2])
     tight = Target(0.0, 0.99, "forwards")
-    tuned(
+    line, rounds = tuned(
         model, items, only, tight, on_sample=lambda run, one: kept.setdefault(run, []).append(one)
     )
-    kept[4][0] = replace(kept[4][0], token_ids=(1, 2))  # the first tried, the picking half
+    final, first = line["finalists"][0], rounds[0]["settings"]
+    same = [all(one[name] == final[name] for name in tune.NAMES) for one in first]
+    run = 2 * (2 + same.index(True))  # of the picking half
+    ids = kept[run][0].token_ids
+    kept[run][0] = replace(kept[run][0], token_ids=(*ids[:-1], ids[-1] + 1))
     line, _ = tuned(model, items, only, tight, known=lambda run: kept.get(run, []))
     assert {one["identical_share"] for one in line["finalists"]} == {1}
     assert [one["proven"] for one in line["finalists"]].count(False) == 1
@@ -196,7 +202,7 @@ def test_answers_of_a_stopped_run_are_not_decoded_again(model, items, judge):
         kept.setdefault(run, []).append(sample)
 
     whole, rounds = tuned(model, items, on_sample=keep)
-    assert sorted(len(some) for some in kept.values()) == [8] * 5 + [16] * 6 + [20] * 4
+    assert sorted(len(some) for some in kept.values()) == [8] * 7 + [16] * 7 + [20] * 4
     some = {number: list(samples) for number, samples in kept.items() if number % 3}
     before = {number: len(samples) for number, samples in kept.items()}
     again, more = tuned(model, items, known=lambda run: some.get(run, []), on_sample=keep)
@@ -277,14 +283,22 @@ def test_items_without_right_answers(model):
     assert not line["judged"]
     assert rounds[0]["settings"][0]["drop"] == 1 - rounds[0]["settings"][0]["identical_share"] > 0
     exact = [one for one in line["finalists"] if one["mode"] == "verified"]
-    assert [(one["score"], one["drop"], one["proven"]) for one in exact] == [(1, 0, True)] * 2
+    assert len(exact) >= 2
+    assert {(one["score"], one["drop"], one["proven"]) for one in exact} == {(1, 0, True)}
 
 
 def test_verified_settings_to_try(model):
-    """One branch, all, and the arithmetic's for each size; the six that it says are quickest."""
-    tried = VERIFIED.verified(model, 1)
-    assert len(tried) == tune.MOST_VERIFIED
-    assert len({tuple(one.items()) for one in tried}) == len(tried)
+    """One branch, all, and the arithmetic's for each size; the six that it says are quickest.
+
+    With lookup; the first three without; and lookup alone.
+    """
+    every = VERIFIED.verified(model, 1)
+    assert len({tuple(one.items()) for one in every}) == len(every)
+    tried, rest = every[: tune.MOST_VERIFIED], every[tune.MOST_VERIFIED :]
+    assert {one["lookup"] for one in tried} == {tune.LOOKUP}
+    assert rest[:-1] == [one | {"lookup": 0} for one in tried[: tune.WITHOUT_LOOKUP]]
+    alone = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": tune.LOOKUP}
+    assert rest[-1] == {"mode": "verified", **alone}
     assert {one["block_size"] for one in tried} == {2, 3, 4}, "up to the checkpoint's"
     more = Tried(block_sizes=[8]).verified(model, 1)
     assert {(one["branches"], one["seeds"]) for one in more} >= {(1, 0), (8, 0)}
@@ -336,6 +350,10 @@ def test_words():
     assert words(drafted) == "verified 3"
     assert words(drafted | {"branches": 1, "seeds": 0}) == "verified 3, 1 branch"
     assert words(drafted | {"branches": 2, "seeds": 1}) == "verified 3, 2 branches, 1 seed"
+    copied = drafted | {"branches": 1, "lookup": 8}
+    assert words(copied) == "verified 3, 1 branch, lookup 8"
+    assert words(copied | {"block_size": 1}) == "verified, lookup 8 alone"
+    assert words(sbd | {"lookup": 8}) == "sbd fixed:2 4", "where the checkpoint has it for verified"
 
 
 def test_items_needed():
@@ -361,7 +379,7 @@ OPTIONS = (
 
 def test_command(run, checkpoint, tmp_path, judge):
     judge(lambda mode, number: True)
-    drafting = {"block_size": 3, "branches": 2, "seeds": 1}
+    drafting = {"block_size": 3, "branches": 2, "seeds": 1, "lookup": 4}
     settings = {"trained": True, "mode": "verified", "verified": drafting}
     folder = shutil.copytree(checkpoint("llama", settings=settings), tmp_path / "copy")
     out = tmp_path / "tuned.json"
@@ -432,7 +450,7 @@ def test_command_on_prompts(run, tmp_path, items, monkeypatch):
     assert tuned.defaults == before | {"mode": "verified"}, "for whoever asks for mode sbd"
     assert f"chosen: {tune.words({'mode': 'verified', **tuned.drafting})}, " in shown
     used = settings_for(tuned, 7)
-    drafted = {"block_size": used.block_size, "branches": used.branches, "seeds": used.seeds}
+    drafted = {name: getattr(used, name) for name in DRAFTING}
     assert (used.mode, drafted) == ("verified", tuned.drafting)
     sbd = settings_for(tuned, mode="sbd")
     assert (sbd.block_size, sbd.branches, sbd.seeds) == (16, None, 0)

@@ -534,3 +534,25 @@ def test_a_branch_behind_fewer_tokens_than_were_accepted_still_drafts() -> None:
     assert int(state.length[0]) == 5 - 3, "the branch predicted three of them as well"
     drafted = state.draft[0, :2].tolist()
     assert model.decode(drafted) == text[7:9]
+
+
+def test_no_branch_behind_a_sure_copy() -> None:
+    """Of a model that drafts nothing well: branches until three letters stood before, none then."""
+    model = TableModel.spelling("abcdefgh" * 5, start=2)
+    model.noisy[:] = 0.0
+    model.noisy[:, model.mask_token_id] = -torch.inf
+    run = settings_for(
+        model, mode="verified", block_size=4, branches=4, lookup=5, max_new_tokens=40
+    )
+    state = BranchDrafts(model, [[20, 21]], [0], run)
+    seen = []
+    while not state.committed(0)[1]:
+        sure = bool(state.sure[0])
+        assert bool(state._plan()[2].any()) is not sure
+        seen.append((int(state.start[0]) - 2, sure))
+        state.step()
+    # The second a is the ninth letter; behind the eleventh, c, three have stood before.
+    assert seen[:12] == [(n, n >= 11) for n in range(10)] + seen[10:12]
+    assert all(sure for start, sure in seen if start >= 11)
+    assert not any(sure for start, sure in seen if start < 11)
+    assert max(start for start, _ in seen) > 30
