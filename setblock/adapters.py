@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from setblock import chain
+from setblock.chain import Chain
 from setblock.masks import CLEAN, Layout
 
 if TYPE_CHECKING:
@@ -35,10 +37,12 @@ def attach(
     rank: int,
     alpha: int,
     dropout: float = 0.0,
+    chain_width: int = 0,
 ) -> "PeftModel":
     """The network with a new adapter on all of its linear layers but the head, and a trained mask.
 
-    base_name: the MODEL that the adapter will be put on again when it is loaded.
+    base_name: the MODEL that the adapter will be put on again when it is loaded. chain_width: of a
+    Chain beside it, 0 for none.
     Effects: freezes the network and puts the adapter's layers into it.
     """
     from peft import LoraConfig, get_peft_model  # here: decoding without an adapter does without
@@ -62,20 +66,55 @@ def attach(
         target_modules="all-linear",
         trainable_token_indices=tokens,
         alora_invocation_tokens=[mask_token_id] if gated else None,
+        modules_to_save=_with_chain(network, chain_width),
     )
     adapted: Any = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
     return _to_train(adapted)
 
 
-def attach_again(network: PreTrainedModel, folder: str | Path) -> "PeftModel":
+def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int = 0) -> "PeftModel":
     """The base network with the adapter of this folder, to go on training it.
 
+    chain_width: as for `attach`; a new one if the adapter had none.
     Effects: as those of `attach`.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
 
-    return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
+    saved = _with_chain(network, chain_width)
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if config.modules_to_save == saved:
+        return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
+    # peft reads no adapter that lacks a part: the new chain's first values stand in for it.
+    weights = load_peft_weights(str(folder), device=str(network.device))
+    fresh: Any = chain_of(network)
+    for name, weight in fresh.state_dict().items():
+        weights[f"base_model.model.{chain.NAME}.{name}"] = weight.clone()
+    config.modules_to_save, config.inference_mode = saved, False
+    base_name, config.base_model_name_or_path = config.base_model_name_or_path, None
+    adapted = get_peft_model(network, config)
+    config.base_model_name_or_path = base_name
+    set_peft_model_state_dict(adapted, weights)
+    return _to_train(adapted)
+
+
+def _with_chain(network: Any, width: int) -> list[str] | None:
+    """What peft shall train whole and save: a new chain, if it is to have a width.
+
+    Effects: the network has it.
+    """
+    if not width:
+        return None
+    network.setblock_chain = Chain(network.config.hidden_size, width).to(network.device)
+    return [chain.NAME]
+
+
+def chain_of(network: Any) -> Chain | None:
+    """The chain of a network, that which is trained where peft has wrapped it; None without one."""
+    found: Any = getattr(network, chain.NAME, None)
+    trained = getattr(found, "modules_to_save", None)
+    return found if trained is None else trained[found.active_adapter]
 
 
 def _to_train(adapted: Any) -> "PeftModel":
@@ -202,8 +241,12 @@ def gate(network: Any, layout: Layout) -> dict[str, Any]:
     return {"alora_offsets": (length - before).tolist()}
 
 
-def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> Any:
+def put_on(
+    network: PreTrainedModel, folder: str | Path, mask_token_id: int, chain_width: int = 0
+) -> Any:
     """The network with the adapter of this folder or hub repository, ready to decode.
+
+    chain_width: of the chain that was trained with it, 0 for none.
 
     A low-rank adapter is folded into the weights; a gated one stays beside them, in layers of our
     own and with its mask embedding put in by a hook: in every forward peft would build masks in
@@ -212,6 +255,7 @@ def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> 
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
+    _with_chain(network, chain_width)
     adapted: Any = PeftModel.from_pretrained(network, folder)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
@@ -230,6 +274,8 @@ def put_on(network: PreTrainedModel, folder: str | Path, mask_token_id: int) -> 
         if isinstance(module, LoraLayer):
             network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
     network.setblock_gate = gate  # type: ignore[assignment]
+    if (trained_chain := chain_of(network)) is not None:
+        network.setblock_chain = trained_chain.to(network.dtype)
     return network
 
 

@@ -26,6 +26,7 @@ SETTINGS = {
     "dtype": str,
     "device": str,
     "acceptance": float,  # of drafted tokens, see roofline.best_spending
+    "chain_width": int,  # of a gated adapter's chain
     "verified": dict,  # what that mode drafts, see DRAFTING; what is absent by arithmetic
 }
 DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": 0}  # at least
@@ -63,6 +64,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
             raise ModelError(f"setblock setting {key!r} is not one of {any_of(SETTINGS)}")
         in_range, limits = {
             "block_size": (lambda value: value >= 1, " of at least 1"),
+            "chain_width": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
             "verified": (_is_drafting, " of block_size and branches, at least 1, seeds and lookup"),
         }.get(key, (lambda value: True, ""))

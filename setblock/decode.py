@@ -228,18 +228,22 @@ class Rows:
         layout: Layout,
         wanted: Int[Tensor, "batch wanted"],
         others: Int[Tensor, " others"] | None = None,
-    ) -> tuple[Float[Tensor, "batch wanted vocab"], Float[Tensor, "batch others vocab"]]:
-        """Logits of each row's wanted query tokens, and of some that all rows want."""
-        if len(wanted) == 1:
-            columns = wanted[0] if others is None else torch.cat([wanted[0], others])
-            logits = self.model.forward(queries, layout, self.cache, logits_at=columns)
-            return logits[:, : wanted.shape[1]], logits[:, wanted.shape[1] :]
-        needed = torch.unique(wanted)
+    ) -> tuple[
+        Float[Tensor, "batch wanted vocab"],
+        Float[Tensor, "batch others vocab"],
+        Float[Tensor, "batch others width"],
+    ]:
+        """Logits of each row's wanted query tokens, and of some that all rows want; of these also
+        what a chain's scores depend on.
+        """
+        needed = wanted[0] if len(wanted) == 1 else torch.unique(wanted)
         columns = needed if others is None else torch.cat([needed, others])
-        logits = self.model.forward(queries, layout, self.cache, logits_at=columns)
-        index = torch.searchsorted(needed, wanted)
-        own = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-        return own, logits[:, len(needed) :]
+        logits, context = self.model.forward_to_draft(queries, layout, self.cache, columns)
+        own, first = logits[:, : len(needed)], len(needed)
+        if len(wanted) > 1:
+            index = torch.searchsorted(needed, wanted)
+            own = own.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+        return own, logits[:, first:], context[:, first:]
 
     def _reveal(
         self,
@@ -296,7 +300,7 @@ class DecodeState(Rows):
         predicting = slots.clone()
         predicting[:, 0] -= exact.long()
         wanted = (torch.minimum(predicting, (end - 1)[:, None]) - cached[:, None]).clamp(min=0)
-        logits, _ = self._forward(queries, layout, wanted)
+        logits, _, _ = self._forward(queries, layout, wanted)
         self.cache.keep(self.start - cached)
 
         first = torch.zeros_like(slots, dtype=torch.bool)

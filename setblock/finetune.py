@@ -130,7 +130,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
                 bare = load(base, dtype, config.device, model.mask_token_id)
             if run.attention == "flex_attention":
                 bare.network.set_attn_implementation(run.attention)
-            network: Any = adapters.attach_again(bare.network, place_of(run.model))
+            place = place_of(run.model)
+            network: Any = adapters.attach_again(bare.network, place, run.chain_width)
         else:
             network = adapters.attach(
                 model.network,
@@ -140,6 +141,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
                 run.lora_rank,
                 run.lora_alpha,
                 run.lora_dropout,
+                run.chain_width,
             )
         model = Model(network, model.tokenizer, model.name, settings=own)
     signals = SaveOnSignal()
@@ -241,6 +243,8 @@ def _as_adapted(run: Run, model: Model) -> Run:
         )
     kept = {name: getattr(config, name) for name in ("lora_alpha", "lora_dropout")}
     kept["lora_rank"] = config.r
+    if (chain := adapters.chain_of(model.network)) is not None:
+        kept["chain_width"] = chain.width
     for name, value in kept.items():
         if getattr(run, name) not in (getattr(Run, name), value):
             raise ValueError(f"{name} of {run.model} is {value}, got {getattr(run, name)}")

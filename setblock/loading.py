@@ -113,7 +113,8 @@ def _load(
     except ModelError as error:
         raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
     try:
-        network = adapters.put_on(base.network, source, base.mask_token_id)
+        width = settings.get("chain_width", 0)
+        network = adapters.put_on(base.network, source, base.mask_token_id, width)
     except (*LOAD_ERRORS, IndexError) as error:  # a trained row that this base does not have
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     settings["mask_token_id"] = base.mask_token_id

@@ -139,6 +139,9 @@ class Model:
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self._windows = _windows(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
+        # What joins a draft's tokens, beside a gated adapter that load() put on.
+        chain = adapters.chain_of(network)
+        self.chain = chain if getattr(network, "setblock_gate", None) is not None else None
         self.packed = False  # whether pack() was called
         self._compiled: Any = None  # of `_run`, once compile() was called
         self._graphs: Graphs | None = None  # likewise, on CUDA
@@ -182,6 +185,20 @@ class Model:
     ) -> Float[Tensor, "batch picked vocab"]:
         """Logits in float32, the mask token's own at -inf: it is never generated, in any mode.
 
+        As `forward_to_draft`, without its second part.
+        """
+        return self.forward_to_draft(tokens, layout, cache, logits_at)[0]
+
+    @torch.no_grad()
+    def forward_to_draft(
+        self,
+        tokens: Int[Tensor, "batch length"],
+        layout: Layout,
+        cache: PrefixCache | None = None,
+        logits_at: Int[Tensor, " picked"] | None = None,
+    ) -> tuple[Float[Tensor, "batch picked vocab"], Float[Tensor, "batch picked width"]]:
+        """(logits, what the chain's scores depend on; of width 0 without a chain).
+
         layout: the places of `tokens`; with a cache the tokens follow each row's prefix.
         logits_at: indices of the query tokens whose logits are wanted, for all rows; None for all.
         Effects: writes the tokens' keys and values to the cache as scratch.
@@ -204,7 +221,9 @@ class Model:
         if mask is None:
             mask = attention_mask(self.network, layout, keys, self._windows)
         with adapters.gated(self.network, layout) as told:
-            return run(tokens, layout.position, mask, cache, logits_at, told)
+            output = run(tokens, layout.position, mask, cache, logits_at, told)
+        width = 0 if self.chain is None else self.chain.width
+        return output[..., : output.shape[-1] - width], output[..., output.shape[-1] - width :]
 
     def _takes_one_mask(self) -> bool:
         """Whether all layers take one mask, of booleans."""
@@ -219,18 +238,24 @@ class Model:
         cache: PrefixCache | None,
         logits_at: Int[Tensor, " picked"] | None,
         told: dict[str, Any],
-    ) -> Float[Tensor, "batch picked vocab"]:
-        """The part of `forward` that is the network's."""
-        output = self.network(
-            input_ids=tokens,
-            position_ids=position,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=0 if logits_at is None else logits_at,
+    ) -> Float[Tensor, "batch picked vocab_and_width"]:
+        """The part of `forward_to_draft` that is the network's."""
+        given = {
+            "input_ids": tokens,
+            "position_ids": position,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": cache is not None,
             **told,
-        )
-        logits = output.logits.float()
+        }
+        if self.chain is None:
+            picked = 0 if logits_at is None else logits_at
+            logits = self.network(**given, logits_to_keep=picked).logits.float()
+        else:
+            hidden = self.network.get_decoder()(**given).last_hidden_state
+            hidden = hidden if logits_at is None else hidden[:, logits_at]
+            logits = self.network.get_output_embeddings()(hidden)
+            logits = torch.cat([logits, self.chain.context(hidden)], dim=-1).float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 

@@ -84,6 +84,17 @@ class View:
         there is no masked-token label. Nor is there one for an end after itself: nothing teaches
         the clean half what follows a text (see without_next).
         """
+        found = self._clean_before()
+        before = self.tokens.gather(1, found.clamp(min=0))
+        return torch.where(_same_end(before, self.labels, ends), -1, found)
+
+    def before(self) -> Int[Tensor, "batch length"]:
+        """The clean token before each masked token that has a label; -1 where there is none."""
+        found = self._clean_before()
+        return torch.where(found < 0, -1, self.tokens.gather(1, found.clamp(min=0)))
+
+    def _clean_before(self) -> Int[Tensor, "batch length"]:
+        """Index of that token in its row, -1 for none."""
         first, layout = self.num_clean, self.layout
         noisy = torch.arange(self.labels.shape[1], device=self.labels.device) >= first
         wanted = noisy & (self.labels != IGNORE) & (layout.position > 0)
@@ -92,9 +103,7 @@ class View:
         index = torch.arange(first, device=slot.device).expand(len(slot), -1)
         start = torch.full((len(slot), first + 1), first, device=slot.device)
         start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
-        found = torch.where(wanted, start + layout.position - 1, -1)
-        before = self.tokens.gather(1, found.clamp(min=0))
-        return torch.where(_same_end(before, self.labels, ends), -1, found)
+        return torch.where(wanted, start + layout.position - 1, -1)
 
 
 def _same_end(

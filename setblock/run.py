@@ -51,6 +51,7 @@ class Run:
     lora_rank: int = 32
     lora_alpha: int = 64
     lora_dropout: float = 0.0
+    chain_width: int = 0
     attention: str = "sdpa"
     answers: str = "data"
     answer_tokens: int = 256
@@ -100,6 +101,12 @@ class Run:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must lie in 0..1, got {self.lora_dropout}")
+        if self.chain_width < 0:
+            raise ValueError(f"chain_width must be at least 0, got {self.chain_width}")
+        if self.chain_width and self.method != "gated":
+            raise ValueError(
+                f"chain_width is for method gated, got {self.chain_width} with {self.method}"
+            )
         if self.decode_every < 0:
             raise ValueError(f"decode_every must be at least 0, got {self.decode_every}")
         if bool(self.decode_every) != (self.decode_data is not None):

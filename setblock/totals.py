@@ -17,6 +17,7 @@ class Totals:
 
     NAMES = (
         *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
+        *("chain_nats", "chain_labels", "chain_right"),
         *("maskable", "tokens", "block_sizes", "batches"),
     )
     NUM_RATES = 10  # mask rates in tenths
@@ -52,6 +53,7 @@ class Totals:
         sums = (
             *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
             *(losses.matp_sum, losses.matp_count, matp_right),
+            *(scores.chain_nats.detach().sum(), scores.chain_known.sum(), scores.chain_right.sum()),
             *(labelled.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
         )
         device = self.values.device
@@ -80,6 +82,10 @@ class Totals:
             if totals[f"{half}_labels"]:
                 means[f"{half}_loss"] = totals[f"{half}_nats"] / totals[f"{half}_labels"]
                 means[f"{half}_accuracy"] = totals[f"{half}_right"] / totals[f"{half}_labels"]
+        if totals["chain_labels"]:
+            means["chain_loss"] = totals["chain_nats"] / totals["chain_labels"]
+            # Of all masked tokens, as matp_accuracy.
+            means["chain_accuracy"] = totals["chain_right"] / totals["matp_labels"]
         if totals["matp_labels"]:
             means["mask_ratio"] = totals["matp_labels"] / totals["maskable"]
             means["block_size"] = totals["block_sizes"] / totals["batches"]

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import objective
-from setblock.adapters import is_gated
+from setblock.adapters import chain_of, is_gated
 from setblock.batches import (
     Collator,
     cut,
@@ -94,7 +94,8 @@ class SBDTrainer(SFTTrainer):
     writes each line of the log, with the masked accuracy by offset in the block and by the
     document's mask rate, to log.jsonl in the output folder.
     A network with a gated adapter (setblock.adapters) learns from the masked-token loss alone: its
-    clean half is the frozen base.
+    clean half is the frozen base. A chain beside it (setblock.chain) learns from the masked tokens
+    too, next to the adapter and without an influence on it, and logs chain_loss and chain_accuracy.
     Raises: ValueError for a batch without labels or with mask tokens in its text, and for a loss
     that is not finite, naming the step.
     """
@@ -225,6 +226,7 @@ class SBDTrainer(SFTTrainer):
             taught = (teachers >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
+        nats = nats + scores.chain_nats.sum()  # of weights of its own: it changes no other gradient
         if not torch.isfinite(nats):
             raise ValueError(
                 f"the loss of step {self.state.global_step + 1} is not finite: next-token "
@@ -404,6 +406,8 @@ class SBDTrainer(SFTTrainer):
             "block_size": self.args.max_block_size,
             "trained": True,
         }
+        if (chain := chain_of(self.model)) is not None:
+            generation.setblock["chain_width"] = chain.width
         # Else from_pretrained would drop the entry, without a word.
         generation._from_model_config = False
         return model.mask_token_id

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from setblock.chain import rescored
 from setblock.decode import Rows, Settings
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
@@ -137,7 +138,7 @@ class SolverDrafts(VerifiedRows):
         offset = torch.arange(int(count.max()), device=cached.device)
         predicting = self.start[:, None] - verifying.long()[:, None] + offset
         predicting = torch.minimum(predicting, (end - 1)[:, None])
-        logits, _ = self._forward(queries, layout, predicting - cached[:, None])
+        logits, _, _ = self._forward(queries, layout, predicting - cached[:, None])
         self.nfe = self.nfe + 1
 
         if drafting.any():
@@ -216,7 +217,8 @@ class BranchDrafts(VerifiedRows):
         # Of a branch all slots but the first, where verification itself puts a token.
         drafting = torch.arange(texts.shape[1], queries.shape[1], device=cached.device)
         drafting = drafting.reshape(-1, max(size, 1))[:, 1:].flatten()
-        exact, drafts = self._forward(queries, layout, predicting - cached[:, None], drafting)
+        at = predicting - cached[:, None]
+        exact, drafts, context = self._forward(queries, layout, at, drafting)
         self.nfe = self.nfe + 1
 
         counts, revealed = self._verify(exact, torch.ones_like(self.start, dtype=torch.bool))
@@ -227,7 +229,7 @@ class BranchDrafts(VerifiedRows):
         # branch that ends before other accepted tokens has predicted them too.
         worth = torch.where(used & blind, size - 1 - before, 0).clamp(min=0)
         worth = torch.where(used & (before == 0) & (seeds == new), size, worth)
-        self._redraft(drafts, worth, before)
+        self._redraft(drafts, context, worth, before)
         if self.lookup:
             self._look_up()
         return revealed
@@ -267,11 +269,13 @@ class BranchDrafts(VerifiedRows):
     def _redraft(
         self,
         logits: Float[Tensor, "batch slots vocab"],
+        context: Float[Tensor, "batch slots width"],
         worth: Int[Tensor, "batch branches"],
         before: Int[Tensor, "batch branches"],
     ) -> None:
         """Take the next draft from each row's best branch; rows without one have no draft.
 
+        context: what a chain's scores depend on, if the model has one; it then joins the tokens.
         before: how many accepted tokens stand behind a branch's first position.
         """
         self.length = torch.zeros_like(self.length)
@@ -284,6 +288,9 @@ class BranchDrafts(VerifiedRows):
         slots = branch[:, None] * size + (first + offset).clamp(max=size - 1)
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
         sampler, places = self.settings.sampler, self._places(size)
+        if self.model.chain is not None:
+            context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
+            logits = self._joined(logits, context)
         drafted = sampler.pick(logits, self.rows, places)
         self.draft[:, :size] = drafted
         self.confidence[:, :size] = logits.softmax(dim=-1).gather(-1, drafted[..., None])[..., 0]
@@ -298,6 +305,24 @@ class BranchDrafts(VerifiedRows):
                 runners < 0, self.model.mask_token_id, runners
             )
         self.length = torch.minimum(self._useful(self.draft), best.clamp(max=size))
+
+    def _joined(
+        self,
+        logits: Float[Tensor, "batch slots vocab"],
+        context: Float[Tensor, "batch slots width"],
+    ) -> Float[Tensor, "batch slots vocab"]:
+        """The slots' logits by the model's chain, each given the token drafted before it."""
+        chain = self.model.chain
+        assert chain is not None
+        before = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
+        embedding, places = self.model.network.get_input_embeddings(), self._places(logits.shape[1])
+        joined = []
+        for slot in range(logits.shape[1]):
+            scores = rescored(chain, embedding, logits[:, slot], context[:, slot], before)
+            joined.append(scores)
+            place = places[:, slot : slot + 1]
+            before = self.settings.sampler.pick(scores[:, None], self.rows, place)[:, 0]
+        return torch.stack(joined, dim=1)
 
     def _look_up(self) -> None:
         """Copy what followed the text's last tokens before, where that promises more.

@@ -1,5 +1,6 @@
 """A view of training -> the score of every label of it, by one forward of the network."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache
 
-from setblock.adapters import gate, is_gated
+from setblock.adapters import chain_of, gate, is_gated
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
 from setblock.model import attention_mask
@@ -27,7 +28,8 @@ def score(
     teachers: View.teachers(), whose distribution each label's is compared with; None for none.
     wrapped: `network`, in whatever it is wrapped in for several ranks. chunk_size: labels whose
     logits exist at a time.
-    With a gated adapter the view has labels in its noisy half alone (View.masked_only()).
+    With a gated adapter the view has labels in its noisy half alone (View.masked_only()); a chain
+    beside it is scored with them.
     Raises: ValueError for a gated adapter in layers that FSDP recomputes.
     """
     gated, modules = is_gated(network), list(wrapped.modules())
@@ -37,6 +39,9 @@ def score(
             "fsdp_activation_checkpointing to false"
         )
     targets, columns = _targets(view, teachers)
+    chain = chain_of(network)
+    if chain is not None:
+        targets = replace(targets, before=view.before()[view.supervised])
     # A layer that runs again in the backward pass would write to the cache again.
     recomputing = any(getattr(module, "gradient_checkpointing", False) for module in modules)
     if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
@@ -50,10 +55,12 @@ def score(
             "use_cache": False,
             **gate(network, view.layout),
         }
-    with scoring(network, targets, chunk_size):
+    with scoring(network, targets, chunk_size, chain):
         output = wrapped(**inputs, logits_to_keep=columns).logits
-    nats, right, divergence = output.unbind(dim=1)
-    return Scores(nats, right.detach() > 0, divergence)
+    nats, right, divergence, known, chain_nats, chain_right = output.unbind(dim=1)
+    flags = (flag.detach() > 0 for flag in (right, known, chain_right))
+    right, known, chain_right = flags
+    return Scores(nats, right, divergence, known, chain_nats, chain_right)
 
 
 def _targets(

@@ -257,15 +257,19 @@ def client(address) -> Iterator[Any]:
         yield made
 
 
-def gated_adapter(base: Any, folder: Path) -> Any:
+def gated_adapter(base: Any, folder: Path, chain_width: int = 0) -> Any:
     """The peft model of a gated adapter on this model's network, as saved in the folder."""
     from setblock.adapters import attach
+    from setblock.checkpoint import write_settings
 
-    made = attach(base.network, base.name, "gated", base.mask_token_id, rank=4, alpha=8)
+    words = (base.network, base.name, "gated", base.mask_token_id)
+    made = attach(*words, rank=4, alpha=8, chain_width=chain_width)
     for weight in made.parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.3)
     made.save_pretrained(str(folder))
+    if chain_width:
+        write_settings(folder, chain_width=chain_width)
     return made
 
 

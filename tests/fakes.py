@@ -76,6 +76,7 @@ class TableModel(Model):
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.adapted = self.packed = False
+        self.chain = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
@@ -110,13 +111,13 @@ class TableModel(Model):
     def new_cache(self, batch: int, capacity: int) -> TableCache:  # type: ignore[override]
         return TableCache(batch, capacity)
 
-    def forward(
+    def forward_to_draft(
         self,
         tokens: Tensor,
         layout: Layout,
         cache: TableCache | None = None,  # type: ignore[override]
         logits_at: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         assert tokens.shape == layout.position.shape
         self.forwards.append((tokens.shape[0], tokens.shape[1]))
         if cache is not None:
@@ -125,7 +126,8 @@ class TableModel(Model):
         noisy = self.noisy[layout.position]
         logits = torch.where((layout.block == CLEAN)[..., None], clean, noisy)
         logits[..., MASK] = -torch.inf
-        return logits if logits_at is None else logits[:, logits_at]
+        logits = logits if logits_at is None else logits[:, logits_at]
+        return logits, logits[..., :0]
 
     def least_bytes(self, tokens: int) -> int:
         return self.weight_bytes

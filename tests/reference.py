@@ -2,7 +2,10 @@
 
 import torch
 
+from setblock import adapters
+from setblock.chain import CANDIDATES
 from setblock.masks import Layout
+from setblock.model import attention_mask
 from setblock.solvers import entropy
 
 
@@ -77,6 +80,35 @@ def _layout(length: int, start: int) -> Layout:
         block=torch.where(noisy, start, -1),
         document=torch.zeros_like(position),
     )
+
+
+def joined(model, prompt: list[int], size: int) -> list[int]:
+    """What a model with a chain drafts greedily behind a prompt and the token after it.
+
+    From a block of `size` masks that sees the prompt alone, of which the first gives nothing.
+    """
+    length = len(prompt) + size
+    tokens = torch.tensor([[*prompt, *[model.mask_token_id] * size]])
+    layout = _layout(length, len(prompt))
+    mask = attention_mask(model.network, layout, layout)
+    inputs = {"input_ids": tokens, "position_ids": layout.position, "attention_mask": mask}
+    with torch.no_grad(), adapters.gated(model.network, layout) as told:
+        output = model.network(**inputs, output_hidden_states=True, **told)
+    embedding = model.network.get_input_embeddings().weight
+    chain, words = model.chain, [int(output.logits[0, len(prompt) - 1].argmax())]
+    for place in range(len(prompt) + 1, length):
+        hidden, logits = output.hidden_states[-1][0, place], output.logits[0, place].clone()
+        logits[model.mask_token_id] = -torch.inf
+        normed, before = (
+            vector / (vector.pow(2).mean() + torch.finfo().eps).sqrt()
+            for vector in (hidden, embedding[words[-1]])
+        )
+        inner = chain.slot.weight @ normed + chain.slot.bias + chain.before.weight @ before
+        direction = chain.out.weight @ (inner * inner.sigmoid())
+        best = logits.topk(min(CANDIDATES, len(logits))).indices.tolist()
+        scores = {token: float(logits[token] + embedding[token] @ direction) for token in best}
+        words.append(max(scores, key=lambda token, scores=scores: scores[token]))
+    return words[1:]
 
 
 def looked_up(text: list[int], count: int, most: int) -> tuple[list[int], int]:

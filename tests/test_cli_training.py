@@ -202,6 +202,8 @@ def test_estimate_is_printed_and_leaves_no_trace(
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--answers", "mine"], "answers must be one of data, model, got 'mine'"),
         (["--lora-dropout", "1"], "lora_dropout must lie in 0..1"),
+        (["--chain-width", "-1"], "chain_width must be at least 0, got -1"),
+        (["--chain-width", "8"], "chain_width is for method gated, got 8 with full"),
         (["--attention", "eager"], "attention must be one of sdpa, flex_attention, got 'eager'"),
         (["--attention", "flex_attention"], "can't train on a CPU"),
         (["--eos-token", "x"], "eos_token: give the model's tokenizer this setting"),

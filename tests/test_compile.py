@@ -74,7 +74,7 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
 def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter):
     prompts, words = [[5, 9, 30], [7, 7, 12, 40, 8]], {"ignore_eos": True}
     if adapter:
-        gated_adapter(load(checkpoint(kind)), tmp_path)
+        gated_adapter(load(checkpoint(kind)), tmp_path, chain_width=8)
     told = json.dumps([str(tmp_path if adapter else checkpoint(kind)), prompts, words, pack])
     done = subprocess.run(
         [sys.executable, "-c", DECODE], input=told, text=True, capture_output=True

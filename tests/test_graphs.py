@@ -53,9 +53,10 @@ def test_the_rest_of_a_network_is_left_to_the_graph(checkpoint, simulated_graphs
 
 # peft asks for it on every wrap.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path):
+@pytest.mark.parametrize("chain_width", [0, 8])
+def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path, chain_width):
     base = load(checkpoint())
-    made = gated_adapter(base, tmp_path)
+    made = gated_adapter(base, tmp_path, chain_width)
     model = Model(made, base.tokenizer, mask_token_id=base.mask_token_id)
     with pytest.raises(ModelError, match="graphs: peft's own layers can't be recorded"):
         model.compile("graphs")

@@ -145,13 +145,15 @@ def test_resume_is_as_if_nothing_had_happened(
     assert all(torch.equal(first[name], after[name]) for name in first)
 
 
-@pytest.mark.parametrize("method", ["full", "gated"])
+@pytest.mark.parametrize("method", ["full", "gated", "chained"])
 def test_resume_in_bfloat16_after_a_crash(
     checkpoint, rows, tmp_path, monkeypatch, capsys, method
 ) -> None:
     """Killed behind a checkpoint, with lines in the log of steps that come again; packed rows."""
     folder = tmp_path / "out"
-    words = ("--model", checkpoint("llama-tied"), "--data", rows, "--method", method)
+    words = ("--model", checkpoint("llama-tied"), "--data", rows)
+    words += ("--method", "full" if method == "full" else "gated")
+    words += ("--chain-width", "8" if method == "chained" else "0")
     words += ("--output-dir", folder, "--save-steps", "2", "--logging-steps", "1")
     words += ("--packing", "yes", "--max-length", "64")
     words += tuple(word if word != "no" else "yes" for word in QUICK.split())  # bf16

@@ -118,6 +118,13 @@ def train(
     lora_rank: Annotated[int | None, typer.Option(help="Of the adapter. Default: 32.")] = None,
     lora_alpha: Annotated[int | None, typer.Option(help="Its scale. Default: 64.")] = None,
     lora_dropout: Annotated[float | None, typer.Option(help="Default: 0.")] = None,
+    chain_width: Annotated[
+        int | None,
+        typer.Option(
+            help="Train a small network beside a gated adapter that joins the tokens of a draft, "
+            "of so many inner values, such as 256. Default: 0, none."
+        ),
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Of a hub dataset. Default: train.")] = None,
     prompt_field: Annotated[
         str | None, typer.Option(help="The column of prompts. Default: prompt.")
@@ -193,6 +200,7 @@ def train(
     typed = {
         **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
         **{"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout},
+        **{"chain_width": chain_width},
         **{"split": split, "prompt_field": prompt_field, "completion_field": completion_field},
         **{"chat": chat, "limit": limit, "answers": answers, "answer_tokens": answer_tokens},
         **{"attention": attention, "eval_data": eval_data},

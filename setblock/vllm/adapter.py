@@ -12,6 +12,7 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
     get_tensor_model_parallel_world_size,
 )
 
+from setblock import chain
 from setblock.adapters import Addition, Gate, GatedLinear
 from setblock.loading import load
 
@@ -30,6 +31,7 @@ def weights_and_gate(model: Any, name: str) -> tuple[list[tuple[str, Tensor]], G
         (name.replace(".base.weight", ".weight").replace(".base.bias", ".bias"), tensor)
         for name, tensor in network.state_dict().items()
         if ".addition." not in name
+        and not name.startswith(chain.NAME)  # its drafts are made from what vLLM does not hand out
         and not (name.startswith("lm_head.") and network.config.tie_word_embeddings)
     ]
     if not adapted.gated:

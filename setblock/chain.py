@@ -1,0 +1,75 @@
+"""What joins the tokens of a draft: predictions that know the token before.
+
+The slots of a block of masks are predicted at once, each by itself, so that two neighbours may be
+the likeliest words of two different sentences. A chain is a small network beside a gated adapter.
+It reads what a slot's logits are made of and the token before it, final or drafted, and scores the
+slot's likeliest tokens anew, one slot after the other. As it acts on drafts alone, what verified
+decoding says stays the model's own.
+
+Source: the sampler head of arXiv:2507.11851.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+NAME = "setblock_chain"  # of the module in a network
+CANDIDATES = 64  # likeliest tokens of a slot that are scored anew
+
+
+class Chain(nn.Module):
+    """Scores that are added to the logits of a slot's candidates, given the token before it.
+
+    For a slot with hidden state h (the head's input) and a token before with embedding e the
+    candidate with embedding c gets `c @ out(silu(slot(norm h) + before(norm e)))`: 0 in the
+    beginning.
+    """
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.slot = nn.Linear(hidden_size, width)
+        self.before = nn.Linear(hidden_size, width, bias=False)
+        self.out = nn.Linear(width, hidden_size, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def context(self, hidden: Float[Tensor, "... hidden"]) -> Float[Tensor, "... width"]:
+        """What of a slot's hidden state its scores depend on."""
+        return self.slot(_norm(hidden))
+
+    def forward(
+        self,
+        context: Float[Tensor, "slots width"],
+        before: Float[Tensor, "slots hidden"],
+        candidates: Float[Tensor, "slots candidates hidden"],
+    ) -> Float[Tensor, "slots candidates"]:
+        """What to add to the candidates' logits. before, candidates: input embeddings."""
+        direction = self.out(silu(context + self.before(_norm(before))))
+        return torch.einsum("sch,sh->sc", candidates.to(direction.dtype), direction).float()
+
+
+def _norm(hidden: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
+    return rms_norm(hidden, hidden.shape[-1:])
+
+
+def candidates_of(
+    logits: Float[Tensor, "slots vocab"],
+) -> tuple[Float[Tensor, "slots candidates"], Int[Tensor, "slots candidates"]]:
+    """(logits, ids) of each slot's likeliest tokens."""
+    likeliest = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+    return likeliest.values, likeliest.indices
+
+
+def rescored(
+    chain: Chain,
+    embedding: nn.Module,
+    logits: Float[Tensor, "slots vocab"],
+    context: Float[Tensor, "slots width"],
+    before: Int[Tensor, " slots"],
+) -> Float[Tensor, "slots vocab"]:
+    """The slots' logits, given the tokens before them; -inf for all but their candidates."""
+    values, ids = candidates_of(logits)
+    scores = values + chain(context, embedding(before), embedding(ids))
+    # A mask token's own logit stays at -inf, were it ever a candidate.
+    return torch.full_like(logits, -torch.inf).scatter(-1, ids, scores)

@@ -1,0 +1,324 @@
+"""The chain that joins a draft's tokens: what it computes, how it learns, what it drafts."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import reference
+import torch
+from conftest import gated_adapter
+from networks import load
+from safetensors.torch import load_file
+from test_adapters import adapted, batches, gated_trainer, gradients
+from torch.nn.functional import cross_entropy
+from trainers import MASK, network
+from trainings import one_line, train
+
+from setblock import adapters, chain, verified
+from setblock.chain import Chain, rescored
+from setblock.generation import generate, settings_for
+from setblock.loading import ModelError
+from setblock.masks import CLEAN
+from setblock.model import attention_mask
+from setblock.verified import BranchDrafts
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    # peft asks for it on every wrap.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8], [6] * 9]
+
+
+def random_chain(hidden_size=6, width=4):
+    torch.manual_seed(3)
+    made = Chain(hidden_size, width)
+    torch.nn.init.normal_(made.out.weight)
+    return made
+
+
+def chained(width=8):
+    """A network with a gated adapter and a chain, both at random."""
+    made: Any = adapters.attach(network(), "base", "gated", MASK, 4, 8, chain_width=width)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return made
+
+
+def test_a_new_chain_changes_no_order():
+    torch.manual_seed(0)
+    fresh, embedding = Chain(6, 4), torch.nn.Embedding(200, 6)
+    logits = torch.randn(3, 200)
+    context = fresh.context(torch.randn(3, 6))
+    found = rescored(fresh, embedding, logits, context, torch.tensor([0, 7, 199]))
+    assert (found.isfinite().sum(dim=1) == chain.CANDIDATES).all()
+    likeliest = logits.topk(chain.CANDIDATES)
+    assert torch.equal(found.topk(chain.CANDIDATES).indices, likeliest.indices)
+    assert torch.equal(found.topk(chain.CANDIDATES).values, likeliest.values)
+
+
+def test_scores_depend_on_the_token_before_and_on_the_slot():
+    made, embedding = random_chain(), torch.nn.Embedding(9, 6)
+    logits = torch.randn(1, 9)
+    logits[0, 2] = -torch.inf  # as a mask token's
+    seen = []
+    for hidden, before in ((1.0, 3), (1.0, 4), (-1.0, 3)):
+        context = made.context(torch.linspace(-1, hidden, 6)[None])
+        found = rescored(made, embedding, logits, context, torch.tensor([before]))
+        assert found[0, 2] == -torch.inf
+        seen.append(found)
+    assert not torch.allclose(seen[0], seen[1])
+    assert not torch.allclose(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("chunk_size", [3, 1000])
+def test_the_loss_by_brute_force(tmp_path, monkeypatch, chunk_size):
+    """Each masked token that has one before it in its text, among its slot's candidates."""
+    monkeypatch.setattr(chain, "CANDIDATES", 7)  # of 40, so that some labels are none of them
+    net = chained()
+    run = gated_trainer(tmp_path, net, logits_chunk_size=chunk_size)
+    made = adapters.chain_of(net)
+    assert made is not None
+    embedding = adapters.unwrapped(net.get_input_embeddings()).weight
+    left_out = 0
+    for batch in batches(run):
+        view = batch["view"]
+        plain = {name: value for name, value in batch.items() if name != "loss"}
+        run.forget()
+        loss = run.compute_loss(run.model.eval(), plain, num_items_in_batch=torch.tensor(1))
+        mask = attention_mask(net, view.layout, view.layout)
+        inputs = {"input_ids": view.tokens, "position_ids": view.layout.position}
+        with torch.no_grad():
+            output = net(
+                **inputs,
+                attention_mask=mask,
+                output_hidden_states=True,
+                use_cache=False,
+                **adapters.gate(net, view.layout),
+            )
+        expected = torch.zeros(())
+        for row, column in (view.labels != -100).nonzero().tolist():
+            label, position = int(view.labels[row, column]), int(view.layout.position[row, column])
+            logits = output.logits[row, column]
+            expected += cross_entropy(logits, torch.tensor(label))
+            clean = [
+                int(view.tokens[row, place])
+                for place in range(view.num_clean)
+                if view.layout.document[row, place] == view.layout.document[row, column]
+                and view.layout.position[row, place] == position - 1
+            ]
+            best = logits.topk(7)
+            if position == 0 or label not in best.indices.tolist():
+                left_out += 1
+                continue
+            hidden = output.hidden_states[-1][row, column]
+            scores = best.values + made(
+                made.context(hidden[None]),
+                embedding[clean],
+                embedding[best.indices][None],
+            )
+            expected += cross_entropy(scores[0], torch.tensor(best.indices.tolist().index(label)))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert left_out
+
+
+def test_the_adapter_learns_what_it_would_alone(tmp_path):
+    net = chained()
+    bare: Any = adapted()
+    own = {name: value for name, value in net.state_dict().items() if chain.NAME not in name}
+    bare.load_state_dict(own)
+    both, alone = gated_trainer(tmp_path / "a", net), gated_trainer(tmp_path / "b", bare)
+    step = batches(both)
+    expected, found = gradients(alone, copy.deepcopy(step)), gradients(both, step)
+    assert {name for name in found if chain.NAME in name} == set(found) - set(expected)
+    assert len(found) == len(expected) + 4
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_training_moves_the_chain_and_logs_it(tmp_path):
+    net = chained()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    run = gated_trainer(tmp_path, net, optim="adamw_torch", learning_rate=0.02, max_steps=12)
+    run.train()
+    moved = {n for n, value in net.state_dict().items() if not torch.equal(value, before[n])}
+    inside = {name for name in moved if chain.NAME in name}
+    assert len(inside) == 4
+    assert all("modules_to_save" in name for name in inside)
+    lines = [line for line in run.state.log_history if "chain_loss" in line]
+    assert lines[-1]["chain_loss"] < lines[0]["chain_loss"]
+    assert all(0 <= line["chain_accuracy"] <= 1 for line in lines)
+
+
+@pytest.fixture
+def model(checkpoint, tmp_path):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
+    return load(tmp_path)
+
+
+def test_what_was_saved_is_loaded(checkpoint, tmp_path):
+    made = gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
+    held, found = adapters.chain_of(made), load(tmp_path).chain
+    assert held is not None
+    assert found is not None
+    assert found.width == 8
+    for one, other in zip(held.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert not other.requires_grad
+    assert load(checkpoint("llama-tied")).chain is None
+    half = load(tmp_path, dtype="bfloat16").chain
+    assert half is not None
+    assert half.slot.weight.dtype == torch.bfloat16
+
+
+def test_logits_are_those_without_a_chain(model, checkpoint, tmp_path):
+    """Of the next token and of the masks."""
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path / "bare")
+    bare = load(tmp_path / "bare")
+    weights = {n: w for n, w in model.network.state_dict().items() if chain.NAME not in n}
+    bare.network.load_state_dict(weights)
+    bare.network.setblock_mask.trained = model.network.setblock_mask.trained
+    for mode in ("ntp", "sbd"):
+        for one, other in zip(
+            *(generate(made, PROMPTS, mode=mode, max_new_tokens=20) for made in (model, bare)),
+            strict=True,
+        ):
+            assert one.token_ids == other.token_ids
+            assert one.entropy == other.entropy
+            assert one.nfe == other.nfe
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_drafts_are_what_the_slow_way_joins(model, prompt):
+    run = settings_for(model, mode="verified", block_size=6, max_new_tokens=20, ignore_eos=True)
+    state = BranchDrafts(model, [prompt], [0], run)
+    state.step()
+    assert int(state.length[0]) == 5
+    assert state.draft[0].tolist() == reference.joined(model, prompt, 6)
+    likeliness = state.confidence[0]
+    assert ((likeliness > 0) & (likeliness <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"branches": 1},
+        {"branches": 3, "seeds": 2, "lookup": 4},
+        {"temperature": 1.2, "top_k": 5, "seed": 4},
+        {"draft": "solver", "solver": "fixed:2"},
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_text_is_the_models_own(model, way, batch_size):
+    shared = {name: way[name] for name in ("temperature", "top_k", "seed") if name in way}
+    exact = generate(model, PROMPTS, mode="ntp", max_new_tokens=24, **shared)
+    found = generate(
+        model,
+        PROMPTS,
+        mode="verified",
+        block_size=5,
+        max_new_tokens=24,
+        batch_size=batch_size,
+        **way,
+    )
+    assert [one.token_ids for one in found] == [one.token_ids for one in exact]
+
+
+def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatch):
+    """One that always knows what the model says next, as only a test can."""
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
+    model = load(tmp_path)
+    [exact] = generate(model, [PROMPTS[0]], mode="ntp", max_new_tokens=24, ignore_eos=True)
+    answer = [PROMPTS[0][-1], *exact.token_ids]
+    assert len(set(answer)) > 3
+    options: dict[str, Any] = {"mode": "verified", "block_size": 4, "branches": 4}
+    options |= {"max_new_tokens": 24, "ignore_eos": True}
+    [before] = generate(model, [PROMPTS[0]], **options)
+    places = iter(())
+
+    def knowing(made, embedding, logits, context, word):
+        return torch.nn.functional.one_hot(torch.tensor([next(places)]), logits.shape[-1]).float()
+
+    joined = BranchDrafts._joined
+
+    def told(self, logits, context):
+        nonlocal places
+        first = int(self.start[0]) - len(PROMPTS[0])
+        places = iter([*exact.token_ids[first:], *[5] * 4])
+        return joined(self, logits, context)
+
+    monkeypatch.setattr(verified, "rescored", knowing)
+    monkeypatch.setattr(BranchDrafts, "_joined", told)
+    [after] = generate(model, [PROMPTS[0]], **options)
+    assert after.token_ids == exact.token_ids == before.token_ids
+    assert after.nfe == 1 + -(-23 // 4) < before.nfe, "four tokens a forward, after the first"
+
+
+def test_an_adapter_says_how_wide_its_chain_is(checkpoint, tmp_path):
+    from setblock.checkpoint import write_settings
+
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
+    write_settings(tmp_path, chain_width=5)
+    with pytest.raises(ModelError, match="size mismatch"):
+        load(tmp_path)
+    with pytest.raises(ModelError, match="chain_width must be a int of at least 1, got 0"):
+        write_settings(tmp_path, chain_width=0)
+
+
+def test_no_noisy_token_is_the_one_before(tmp_path):
+    """A draft's token before is known by then: the clean one, whatever the block shows."""
+    run = gated_trainer(tmp_path, chained())
+    for batch in batches(run):
+        view = batch["view"]
+        before = view.before()
+        assert (before[:, : view.num_clean] == -1).all()
+        noisy = view.layout.block != CLEAN
+        labelled = noisy & (view.labels != -100)
+        assert ((before >= 0) == (labelled & (view.layout.position > 0))).all()
+        assert (before[before >= 0] != MASK).all()
+
+
+def test_by_the_command_line(checkpoint, rows, tmp_path, monkeypatch, capsys):
+    """A chain for an adapter that had none, and trained further with it."""
+    base = checkpoint("llama-tied", mask_token="<mask>")
+    words = ("--data", rows, "--method", "gated", "--learning-rate", "0.05", "--warmup-steps", "0")
+    folders = [tmp_path / name for name in ("none", "new", "more")]
+    given = [(), ("--chain-width", "8"), ()]
+    logs = []
+    for source, folder, more in zip([base, *folders], folders, given, strict=False):
+        where = ("--model", source, "--output-dir", folder)
+        logs.append(train(monkeypatch, capsys, *words, *where, *more, "--logging-steps", "1"))
+    assert [any("chain_loss" in line for line in one["log"]) for one in logs] == [False, True, True]
+    none, new, more = map(load, folders)
+    assert none.chain is None
+    assert new.chain is not None
+    assert more.chain is not None
+    assert new.chain.width == more.chain.width == 8
+    assert not torch.equal(new.chain.out.weight, torch.zeros_like(new.chain.out.weight))
+    assert not torch.equal(new.chain.out.weight, more.chain.out.weight)
+    assert '"chain_width": 8' in (folders[2] / "README.md").read_text()
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert {config["base_model_name_or_path"] for config in configs} == {str(base)}
+    # a step of no size changes neither; to what had none it adds four tensors
+    still = [word if word != "0.05" else "0" for word in words]
+    for source, more, added in ((folders[2], (), 0), (folders[0], ("--chain-width", "8"), 4)):
+        folder = tmp_path / f"still-{source.name}"
+        train(monkeypatch, capsys, *still, "--model", source, "--output-dir", folder, *more)
+        before, after = (
+            load_file(place / "adapter_model.safetensors") for place in (source, folder)
+        )
+        assert len(after) == len(before) + added
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(SystemExit):
+        train(
+            monkeypatch,
+            capsys,
+            *(*words, "--model", folders[1], "--output-dir", tmp_path / "no"),
+            *("--chain-width", "16"),
+        )
+    assert f"chain_width of {folders[1]} is 8, got 16" in one_line(capsys)
