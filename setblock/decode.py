@@ -238,7 +238,11 @@ class Rows:
         """
         needed = wanted[0] if len(wanted) == 1 else torch.unique(wanted)
         columns = needed if others is None else torch.cat([needed, others])
-        logits, context = self.model.forward_to_draft(queries, layout, self.cache, columns)
+        if self.model.chain is None:
+            logits = self.model.forward(queries, layout, self.cache, columns)
+            context = logits[..., :0]
+        else:
+            logits, context = self.model.forward_to_draft(queries, layout, self.cache, columns)
         own, first = logits[:, : len(needed)], len(needed)
         if len(wanted) > 1:
             index = torch.searchsorted(needed, wanted)

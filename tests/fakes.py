@@ -111,13 +111,13 @@ class TableModel(Model):
     def new_cache(self, batch: int, capacity: int) -> TableCache:  # type: ignore[override]
         return TableCache(batch, capacity)
 
-    def forward_to_draft(
+    def forward(
         self,
         tokens: Tensor,
         layout: Layout,
         cache: TableCache | None = None,  # type: ignore[override]
         logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         assert tokens.shape == layout.position.shape
         self.forwards.append((tokens.shape[0], tokens.shape[1]))
         if cache is not None:
@@ -126,8 +126,7 @@ class TableModel(Model):
         noisy = self.noisy[layout.position]
         logits = torch.where((layout.block == CLEAN)[..., None], clean, noisy)
         logits[..., MASK] = -torch.inf
-        logits = logits if logits_at is None else logits[:, logits_at]
-        return logits, logits[..., :0]
+        return logits if logits_at is None else logits[:, logits_at]
 
     def least_bytes(self, tokens: int) -> int:
         return self.weight_bytes
