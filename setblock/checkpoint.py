@@ -70,7 +70,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         }.get(key, (lambda value: True, ""))
         if type(value) is not SETTINGS[key] or not in_range(value):
             raise ModelError(
-                f"setblock setting {key} must be a {SETTINGS[key].__name__}{limits}, got {value!r}"
+                f"setblock setting {key} must be {SETTINGS[key].__name__}{limits}, got {value!r}"
             )
     return settings
 

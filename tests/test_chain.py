@@ -266,7 +266,7 @@ def test_an_adapter_says_how_wide_its_chain_is(checkpoint, tmp_path):
     write_settings(tmp_path, chain_width=5)
     with pytest.raises(ModelError, match="size mismatch"):
         load(tmp_path)
-    with pytest.raises(ModelError, match="chain_width must be a int of at least 1, got 0"):
+    with pytest.raises(ModelError, match="chain_width must be int of at least 1, got 0"):
         write_settings(tmp_path, chain_width=0)
 
 

@@ -168,15 +168,16 @@ def test_a_bundled_adapter_can_be_trained_further(
     assert json.loads(own)[name] == json.loads(base)[name]
 
 
+@pytest.mark.parametrize("chain", [(), ("--chain-width", "8")])
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
 def test_gated_adapter_in_stock_peft_leaves_next_tokens_alone(
-    checkpoint, rows, tmp_path, monkeypatch, capsys, kind
+    checkpoint, rows, tmp_path, monkeypatch, capsys, kind, chain
 ) -> None:
     from peft import AutoPeftModelForCausalLM
 
     base, folder = checkpoint(kind, mask_token="<mask>"), tmp_path / "out"
     where = ("--model", base, "--data", rows, "--output-dir", folder)
-    train(monkeypatch, capsys, *where, "--method", "gated", "--learning-rate", "0.05")
+    train(monkeypatch, capsys, *where, "--method", "gated", "--learning-rate", "0.05", *chain)
     stock = AutoPeftModelForCausalLM.from_pretrained(folder)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
