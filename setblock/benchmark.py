@@ -6,7 +6,7 @@ its time per token is set against that of our own next-token decoding in the sam
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from setblock.decode import CHUNK
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
 
+Round = tuple[list[Run], float]  # a contender's runs, and what their bare forwards took, in seconds
 WARM_UPS = 2  # rounds of bare forwards: in the second one graphs are recorded
 
 
@@ -34,8 +35,13 @@ def compare(
     max_new_tokens: int,
     repeats: int,
     running: dict[str, Contender],
+    begun: Callable[[int, str], None] = lambda repeat, name: None,
 ) -> Iterator[dict[str, Any]]:
     """One line for each contender, once all repeats are done; a first, untimed round warms up.
+
+    begun: called before each turn with the round, 0 to warm up, and the contender.
+    repeats in a line: the rounds behind it. An interrupt is raised behind the lines of the rounds
+    that were whole by then.
 
     speedup: of the decoding time per token against the baseline, median over the repeats with the
     least and the most; total_speedup: with the prompts' forward. identical_share: of answers with
@@ -46,27 +52,41 @@ def compare(
     each run; and the share of it reached, paired like the speed-up.
     """
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    rounds: dict[str, list[list[Run]]] = {name: [] for name in running}
-    bare: dict[str, list[float]] = {name: [] for name in running}  # seconds of each repeat
-    for repeat in range(repeats + 1):
-        for name, run in running.items():
-            done = [run(model, batch, max_new_tokens) for batch in batches]
-            forwards = [one.forwards for one in done if batch_size == 1]
-            seconds = sum(_bare_seconds(model, one) for one in forwards)
+    rounds: list[dict[str, Round]] = []
+    stopped = None
+    try:
+        for repeat in range(repeats + 1):
+            found: dict[str, Round] = {}
+            for name, run in running.items():
+                begun(repeat, name)
+                done = [run(model, batch, max_new_tokens) for batch in batches]
+                forwards = [one.forwards for one in done if batch_size == 1]
+                found[name] = done, sum((_bare_seconds(model, one) for one in forwards), 0.0)
             if repeat:
-                rounds[name].append(done)
-                bare[name].append(seconds)
+                rounds.append(found)
+    except KeyboardInterrupt as error:
+        stopped = error
+    if rounds:
+        yield from _lines(rounds, prompts, batch_size)
+    if stopped:
+        raise stopped
 
+
+def _lines(
+    rounds: list[dict[str, Round]], prompts: Sequence[Sequence[int]], batch_size: int
+) -> Iterator[dict[str, Any]]:
     def per_token(runs: list[Run], whole: bool) -> float:
         seconds = sum(run.decode_s + (run.prefill_s if whole else 0.0) for run in runs)
         return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
 
-    exact = [ids for run in rounds[BASELINE][0] for ids in run.token_ids]
-    for name, found in rounds.items():
+    base, base_bare = zip(*(one[BASELINE] for one in rounds), strict=True)
+    exact = [ids for run in base[0] for ids in run.token_ids]
+    for name in rounds[0]:
+        found, bare = zip(*(one[name] for one in rounds), strict=True)
         gains = {
             whole: [
-                per_token(base, whole) / per_token(runs, whole)
-                for base, runs in zip(rounds[BASELINE], found, strict=True)
+                per_token(slow, whole) / per_token(runs, whole)
+                for slow, runs in zip(base, found, strict=True)
             ]
             for whole in (False, True)
         }
@@ -78,9 +98,9 @@ def compare(
         speedup = statistics.median(gains[False]) if decoded else None
         per_forward = tokens / sum(nfe) if nfe else None
         ceilings = [
-            base / own * tokens / sum(map(len, exact))
-            for base, own in zip(bare[BASELINE], bare[name], strict=True)
-            if base and own
+            slow / own * tokens / sum(map(len, exact))
+            for slow, own in zip(base_bare, bare, strict=True)
+            if slow and own
         ]
         shares = [gain / most for gain, most in zip(gains[False], ceilings, strict=False)]
         yield {
@@ -88,6 +108,7 @@ def compare(
             "batch_size": batch_size,
             "prompt_tokens": statistics.mean(map(len, prompts)),
             "n": len(prompts),
+            "repeats": len(rounds),
             "tokens": tokens,
             "tokens_per_forward": per_forward,
             "prefill_s": statistics.median(sum(run.prefill_s for run in runs) for runs in found),

@@ -131,6 +131,25 @@ def test_ratios_are_paired_and_the_first_round_does_not_count(model):
     assert fast["prompt_tokens"] == 1.5
 
 
+@pytest.mark.parametrize("broken", [0, 1, 3])
+def test_an_interrupt_keeps_whole_rounds(model, broken):
+    turns: list[tuple[int, str]] = []
+
+    def run(model, prompts, tokens):
+        if turns[-1] == (broken, "fast"):
+            raise KeyboardInterrupt
+        return Run(1.0, 1.0 + turns[-1][0], 10, 5, ((1, 2), (2,)))
+
+    lines: list[dict[str, Any]] = []
+    running: Any = {"ntp": run, "fast": run}
+    found = compare(model, [[1], [2, 2]], 2, 10, 5, running, lambda *at: turns.append(at))
+    with pytest.raises(KeyboardInterrupt):
+        lines.extend(found)
+    assert turns == [(i, name) for i in range(broken + 1) for name in running]
+    told = [(line["contender"], line["repeats"], line["decode_s"]) for line in lines]
+    assert told == ([("ntp", 2, 2.5), ("fast", 2, 2.5)] if broken == 3 else [])
+
+
 @pytest.mark.parametrize(
     ("length", "expected"),
     [(None, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3]), (7, [3, 1, 2, 3, 1, 2, 3])],

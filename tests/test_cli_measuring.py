@@ -12,7 +12,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import GenerationMixin
 
-from setblock import contenders, evaluate, nano, packed, records
+from setblock import benchmark, contenders, evaluate, nano, packed, records
 from setblock.cli import benchmarking
 from setblock.model import Model
 
@@ -296,6 +296,34 @@ def test_benchmark_every_option(run, trained, tmp_path):
     assert "lookup" in result.out
     assert "…" not in result.out
     assert "against one token" in result.out
+
+
+def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    original: Any = benchmark.compare
+    turns: list[str] = []
+
+    def compare(*words: Any) -> Any:
+        *given, begun = words
+
+        def at(repeat: int, name: str) -> None:
+            begun(repeat, name)
+            turns.append(name)
+            if repeat == 2:
+                raise KeyboardInterrupt
+
+        return original(*given, at)
+
+    monkeypatch.setattr(benchmark, "compare", compare)
+    words = ["--limit", "1", "--max-new-tokens", "2", "--no-vllm", "--out", path]
+    result = run("benchmark", trained, *words)
+    told = f"interrupted: the rounds that were whole are in {path}"
+    assert (result.code, result.error) == (130, told)
+    results = json.loads(path.read_text())["results"]
+    assert [(line["contender"], line["repeats"]) for line in results] == [
+        (name, 1) for name in turns[: len(results)]
+    ]
+    assert len(turns) == 2 * len(results) + 1
 
 
 def test_the_table_of_a_benchmark_cuts_nothing_off():

@@ -50,6 +50,11 @@ def main() -> None:
     if code == 130 and sys.argv[1:2] == ["serve"]:  # Ctrl-C, the way to end it
         sys.exit(code)
     if code == 130:  # typer's answer to Ctrl-C
-        goes_on = {"evaluate", "tune"} & set(sys.argv[1:2]) and "--out" in sys.argv[:-1]
-        kept = goes_on and Path(sys.argv[sys.argv.index("--out") + 1]).is_file() and "--resume"
-        fail("interrupted" + (f": what is done is kept, go on with {kept}" if kept else ""), code)
+        out = "--out" in sys.argv[:-1] and Path(sys.argv[sys.argv.index("--out") + 1])
+        ways = {
+            "evaluate": ": what is done is kept, go on with --resume",
+            "tune": ": what is done is kept, go on with --resume",
+            "benchmark": f": the rounds that were whole are in {out}",
+        }
+        way = ways.get(sys.argv[1], "") if out and out.is_file() else ""
+        fail("interrupted" + way, code)

@@ -179,9 +179,18 @@ def benchmark(
                 rivals = contenders.contenders(batch, solver or (), block_size or (), stock)
                 if engine is not None:
                     rivals["vllm"] = engine
-                with err.status(Text(f"{len(prompts)} prompts, batches of {batch}")):
-                    lines = measure.compare(model, prompts, batch, max_new_tokens, repeats, rivals)
-                    for line in lines:
+                title = f"{len(prompts)} prompts, batches of {batch}"
+                with err.status(Text(title)) as status:
+
+                    def begun(
+                        repeat: int, name: str, told: Any = status, title: str = title
+                    ) -> None:
+                        turn = f"round {repeat} of {repeats}" if repeat else "warming up"
+                        told.update(Text(f"{title}: {turn}, {name}"))
+
+                    for line in measure.compare(
+                        model, prompts, batch, max_new_tokens, repeats, rivals, begun
+                    ):
                         journal.finish({"task": "benchmark", "model": model.name, **line})
     machine = machines.device_of(model.device, model.dtype)
     for batch in sizes:
