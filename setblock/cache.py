@@ -89,13 +89,13 @@ class _PrefixLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows: copies, or where the memory outlives them, moved to its front."""
-        if self.is_initialized and self.slots.grain == 1:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-        elif self.is_initialized:
-            for memory in (self.keys, self.values):
-                memory[: len(indices)] = memory[indices]
-            self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
+        """Keep these rows, at the front of the memory; those that stand there already stay."""
+        if not self.is_initialized:
+            return
+        moved = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
+        for memory in (self.keys, self.values):
+            memory[moved] = memory[indices[moved]]
+        self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.longest + query_length, 0
@@ -178,7 +178,7 @@ class PrefixCache(Cache):
         self.slots.lengths = self.lengths.tolist()
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep only these rows, in this order, each once. Copies them; one device sync."""
+        """Keep only these rows, in this order, each once. Copies those that move; two device syncs."""
         rows = rows.to(self.lengths)
         self.lengths = self.lengths[rows]
         self.slots.lengths = [self.slots.lengths[row] for row in rows.tolist()]

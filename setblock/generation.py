@@ -300,7 +300,16 @@ def _stream_batch(
                 yield Reveal(row, int(state.nfe[slot]), drafts, text, generation)
                 begin += time.perf_counter() - paused  # what the caller did meanwhile
         if 0 < len(going) < len(state.rows):
-            state.select(going)
+            state.select(_closed_up(going))
+
+
+def _closed_up(slots: list[int]) -> list[int]:
+    """These slots, the last of them where others are missing, so that few rows have to be moved."""
+    stay = [slot for slot in slots if slot < len(slots)]
+    moved = slots[len(stay) :]
+    free = iter(moved)
+    kept = set(stay)
+    return [slot if slot in kept else next(free) for slot in range(len(slots))]
 
 
 def _start(model: Model, prompts: list[list[int]], rows: list[int], settings: Settings) -> Rows:

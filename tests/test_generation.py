@@ -476,3 +476,12 @@ def test_numbers_of_a_result(mode, stop):
             logits = table.clone()
             logits[MASK] = -torch.inf
             assert nats == pytest.approx(float(entropy(logits[None, None])), abs=1e-6)
+
+
+@given(st.sets(st.integers(0, 11), min_size=1))
+def test_rows_that_leave_are_filled_up_from_the_end(going):
+    slots = sorted(going)
+    found = generation._closed_up(slots)
+    assert sorted(found) == slots
+    moved = [slot for place, slot in enumerate(found) if place != slot]
+    assert len(moved) == sum(slot >= len(slots) for slot in slots), "no more than must"
