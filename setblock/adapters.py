@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
@@ -241,6 +241,67 @@ def gate(network: Any, layout: Layout) -> dict[str, Any]:
     return {"alora_offsets": (length - before).tolist()}
 
 
+@contextmanager
+def half(network: Any, noisy: bool) -> Iterator[None]:
+    """Forwards of a network whose gated adapter is trained: of noisy tokens alone, or of clean ones
+    alone, which have no logits then.
+
+    What peft's own layers compute, without their work for forwards that hold both: they would pick
+    the noisy tokens out in every layer, and copy the whole embedding to put one row into it.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    forwards: dict[Any, Any] = {}
+    for module in network.modules():
+        if isinstance(module, LoraLayer):
+            forwards[module] = partial(_added if noisy else _bare, module)
+    forwards[embedding] = partial(_embedded, embedding) if noisy else unwrapped(embedding).forward
+    forwards[head] = unwrapped(head).forward if noisy else lambda hidden: hidden
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _bare(layer: Any, hidden: Tensor, **_: Any) -> Tensor:
+    """The output of peft's layer where the adapter acts on no token."""
+    return layer.base_layer(hidden)
+
+
+def _added(layer: Any, hidden: Tensor, **_: Any) -> Tensor:
+    """The output of peft's layer where the adapter acts on every token."""
+    result = layer.base_layer(hidden)
+    for adapter in layer.active_adapters:
+        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(down.weight.dtype)
+        thin = down(layer.lora_dropout[adapter](hidden))
+        result = result + up(thin * layer.scaling[adapter]).to(result.dtype)
+    return result
+
+
+def _embedded(wrapper: Any, tokens: Int[Tensor, "batch length"]) -> Tensor:
+    """Input embeddings, the trained row in them."""
+    embedding, adapter = unwrapped(wrapper), wrapper.token_adapter.active_adapters[0]
+    [token] = wrapper.token_adapter.token_indices[adapter]
+    [trained] = wrapper.token_adapter.trainable_tokens_delta[adapter] * scale_of(embedding)
+    output = embedding(tokens)
+    return torch.where((tokens == token)[..., None], trained.to(output.dtype), output)
+
+
+def scale_of(embedding: Any) -> Any:
+    """What an embedding's rows are multiplied by on their way into a network; 1 for most."""
+    return getattr(embedding, "embed_scale", 1.0)
+
+
 def put_on(
     network: PreTrainedModel, folder: str | Path, mask_token_id: int, chain_width: int = 0
 ) -> Any:
@@ -263,7 +324,7 @@ def put_on(
     [trained] = wrapper.token_adapter.trainable_tokens_delta[adapted.active_adapter].detach()
     embedding = unwrapped(wrapper)
     network.set_input_embeddings(embedding)
-    network.setblock_mask = MaskEmbedding(mask_token_id, trained)
+    network.setblock_mask = MaskEmbedding(mask_token_id, trained * scale_of(embedding))
     embedding.register_forward_hook(network.setblock_mask)
     head: Any = network.get_output_embeddings()
     if network.config.tie_word_embeddings:

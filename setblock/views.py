@@ -1,5 +1,6 @@
 """A view of training -> the score of every label of it, by one forward of the network."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache
 
-from setblock.adapters import chain_of, gate, is_gated
+from setblock.adapters import chain_of, gate, half, is_gated
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
 from setblock.model import attention_mask
@@ -44,18 +45,20 @@ def score(
         targets = replace(targets, before=view.before()[view.supervised])
     # A layer that runs again in the backward pass would write to the cache again.
     recomputing = any(getattr(module, "gradient_checkpointing", False) for module in modules)
-    if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
-        columns = columns - view.num_clean
-        inputs = _noisy_half(view, network, wrapped)
-    else:
-        inputs = {
-            "input_ids": view.tokens,
-            "position_ids": view.layout.position,
-            "attention_mask": _mask(view, network, view.layout, view.layout),
-            "use_cache": False,
-            **gate(network, view.layout),
-        }
-    with scoring(network, targets, chunk_size, chain):
+    with ExitStack() as stack:
+        if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
+            columns = columns - view.num_clean
+            inputs = _noisy_half(view, network, wrapped)
+            stack.enter_context(half(network, noisy=True))
+        else:
+            inputs = {
+                "input_ids": view.tokens,
+                "position_ids": view.layout.position,
+                "attention_mask": _mask(view, network, view.layout, view.layout),
+                "use_cache": False,
+                **gate(network, view.layout),
+            }
+        stack.enter_context(scoring(network, targets, chunk_size, chain))
         output = wrapped(**inputs, logits_to_keep=columns).logits
     nats, right, divergence, known, chain_nats, chain_right = output.unbind(dim=1)
     flags = (flag.detach() > 0 for flag in (right, known, chain_right))
@@ -102,7 +105,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         for part in (slice(first), slice(first, None))
     )
     cache = DynamicCache()  # without a config: no layer drops what our masks still need
-    with torch.no_grad():
+    with torch.no_grad(), half(network, noisy=False):
         wrapped(
             input_ids=view.tokens[:, :first],
             position_ids=clean.position,

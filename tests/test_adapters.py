@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import MASK, config, network, samples, tokenizer
+from trainers import MASK, SIZES, config, network, samples, tokenizer
 from trainers import trainer as plain_trainer
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from setblock import adapters, objective
 from setblock.masks import CLEAN, causal_layout, decoding_layout
@@ -19,9 +20,19 @@ pytestmark = [
 ]
 
 
-def adapted(method="gated", seed=1):
+def base(shape="llama"):
+    """Networks as in trainers.network(), and one whose input embeddings are scaled."""
+    if shape != "gemma3":
+        return network(shape)
+    torch.manual_seed(0)
+    windows: Any = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes = {**SIZES, "num_hidden_layers": 2, "query_pre_attn_scalar": 8, "head_dim": 8}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **windows))
+
+
+def adapted(method="gated", seed=1, shape="llama"):
     """A network with an adapter that does something: random, not zero."""
-    made = adapters.attach(network(), "base", method, MASK, rank=4, alpha=8)
+    made = adapters.attach(base(shape), "base", method, MASK, rank=4, alpha=8)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -53,11 +64,16 @@ def batches(run):
     return run.get_batch_samples(iter(run.get_train_dataloader()), 2, torch.device("cpu"))[0]
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.5])
-def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, distill):
-    net: Any = adapted()
+@pytest.mark.parametrize(
+    ("shape", "distill"),
+    [("llama", 0.0), ("llama", 0.5), ("smollm2", 0.0), ("gemma3", 0.0)],
+)
+def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, shape, distill):
+    """Two forwards, of layers of our own, against one of peft's."""
+    net: Any = adapted(shape=shape)
     short = gated_trainer(tmp_path, net, self_distill=distill)
     step = batches(short)
+    forwards_before = [vars(module).get("forward") for module in net.modules()]
     losses, seen = [], []
     for two_passes in (True, False):
         if not two_passes:  # what a network that recomputes its activations does
@@ -76,6 +92,8 @@ def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, dis
     assert seen == ([2, 2] if distill else [4, 2])
     assert losses[0].keys() == losses[1].keys()
     assert any("lora_A" in name for name in losses[0])
+    assert any("trainable_tokens_delta" in name for name in losses[0])
+    assert [vars(module).get("forward") for module in net.modules()] == forwards_before
     for name, gradient in losses[0].items():
         assert torch.allclose(gradient, losses[1][name], atol=1e-5), name
 
@@ -120,13 +138,14 @@ def test_gate_is_each_rows_noisy_suffix():
     assert adapters.gate(network(), layout) == {}
 
 
-def test_what_decodes_computes_what_was_trained(tmp_path):
+@pytest.mark.parametrize("shape", ["llama", "smollm2", "gemma3"])
+def test_what_decodes_computes_what_was_trained(tmp_path, shape):
     """Layers of our own against peft's: rows of which some, all and no tokens are noisy."""
     from setblock.model import attention_mask
 
-    net: Any = adapted().eval()
+    net: Any = adapted(shape=shape).eval()
     net.save_pretrained(tmp_path)
-    ours = adapters.put_on(network().eval(), tmp_path, MASK)
+    ours = adapters.put_on(base(shape).eval(), tmp_path, MASK)
     assert adapters.is_gated(ours)
     assert not any("lora" in type(module).__module__ for module in ours.modules() if module)
     position = torch.arange(6).expand(3, 6)
@@ -134,9 +153,9 @@ def test_what_decodes_computes_what_was_trained(tmp_path):
     noisy = layout.block != CLEAN
     ids = torch.where(noisy, MASK, torch.arange(5, 11))
     inputs = {"input_ids": ids, "position_ids": layout.position}
-    inputs["attention_mask"] = attention_mask(network(), layout, layout)
+    inputs["attention_mask"] = attention_mask(base(shape), layout, layout)
     with torch.no_grad():
-        plain = network().eval()(**inputs).logits
+        plain = base(shape).eval()(**inputs).logits
         theirs = net(**inputs, **adapters.gate(net, layout)).logits
         with adapters.gated(ours, layout) as told:
             found = ours(**inputs, **told).logits
