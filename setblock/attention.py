@@ -31,7 +31,8 @@ def attend(
     """[batch, length, heads, width] of query [batch, heads, length, width] and key and value
     [batch, shared heads, cache, width]; a mask [batch, 1, length, cache] is True where seen.
 
-    What is none of its business goes to transformers' own: training, long forwards, other masks.
+    What is none of its business goes to transformers' own: training on a GPU or with dropout, long
+    forwards, other masks.
     """
     _, heads, length, _ = query.shape
     known = attention_mask is not None and attention_mask.shape[1] == 1
@@ -39,13 +40,15 @@ def attend(
         heads == key.shape[1]
         or length > (MOST_ON_CPU if query.device.type == "cpu" else MOST)
         or not (known or (attention_mask is None and length == 1))
-        or torch.is_grad_enabled()
+        or (torch.is_grad_enabled() and query.device.type != "cpu")
         or more.get("position_bias") is not None
+        or more.get("dropout")
     ):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )
-    if length > 1 and query.device.type == "cpu":  # elsewhere its kernels with a mask are slow
+    # Elsewhere its kernels with a mask are slow, and none has a backward pass.
+    if length > 1 and query.device.type == "cpu" and not torch.is_grad_enabled():
         result = scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scaling, enable_gqa=True
         )

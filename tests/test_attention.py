@@ -57,12 +57,30 @@ def test_no_copy_of_keys_is_made(monkeypatch):
     assert [shape[1] for shape in seen] == [2, 6]
 
 
-def test_training_takes_transformers_own():
+def test_training_has_the_same_gradients():
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(2, 16, 40)
+    gradients = []
+    for function in (sdpa_attention_forward, attention.attend):
+        leaves = [one.clone().requires_grad_(True) for one in (query, key, value)]
+        (function(module, *leaves, mask)[0] ** 2).sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_dropout_is_left_to_transformers(monkeypatch):
+    told = []
+
+    def record(module, query, *rest, **more):
+        told.append(more["dropout"])
+        return query, None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", record)
     module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
     query, key, value, mask = tensors(1, 16, 40)
-    query.requires_grad_(True)
-    expected, _ = sdpa_attention_forward(module, query, key, value, mask)
-    assert torch.equal(attention.attend(module, query, key, value, mask)[0], expected)
+    attention.attend(module, query, key, value, mask, dropout=0.1)
+    assert told == [0.1]
 
 
 def test_a_loaded_model_has_it(checkpoint):
