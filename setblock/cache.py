@@ -178,7 +178,7 @@ class PrefixCache(Cache):
         self.slots.lengths = self.lengths.tolist()
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep only these rows, in this order, each once. Copies those that move; two device syncs."""
+        """Keep only these rows, in this order, each once. Copies those that move; device syncs."""
         rows = rows.to(self.lengths)
         self.lengths = self.lengths[rows]
         self.slots.lengths = [self.slots.lengths[row] for row in rows.tolist()]

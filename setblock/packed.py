@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 HINT = 16  # tokens that the layout is chosen for
-SMALLEST = 2**17  # weights of a layer; calling these kernels costs more than smaller ones take
+SMALLEST = (
+    2**17
+)  # weights of a layer in 32 bits; calling these kernels costs more than smaller ones take
 
 # torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
 _numbers = itertools.count()
@@ -80,7 +82,7 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def pack(network: torch.nn.Module) -> None:
-    """Lay out the weights of all plain linear layers but the smallest, in place of their own.
+    """Lay out the weights of plain linear layers, those of 32 bits only if they are not small.
 
     Effects: replaces the layers; a weight that another module shares, as an embedding does with the
     head, stays there besides.
@@ -88,5 +90,8 @@ def pack(network: torch.nn.Module) -> None:
     for name in [name for name, _ in network.named_modules()]:
         layer = network.get_submodule(name)
         # Subclasses store or compute something else.
-        if type(layer) is torch.nn.Linear and layer.weight.numel() >= SMALLEST:
+        if type(layer) is not torch.nn.Linear:
+            continue
+        # torch's own layers of 16 bits call these kernels anyway.
+        if layer.weight.itemsize < 4 or layer.weight.numel() >= SMALLEST:
             network.set_submodule(name, PackedLinear(layer))

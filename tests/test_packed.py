@@ -116,6 +116,10 @@ def test_small_layers_are_left_alone(monkeypatch):
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5))
     packed.pack(network)
     assert [type(layer) for layer in network] == [torch.nn.Linear, PackedLinear]
+    if packed.missing(torch.device("cpu"), torch.bfloat16) is None:  # it calls them anyway
+        half = network[:1].bfloat16()
+        packed.pack(half)
+        assert type(half[0]) is PackedLinear
 
 
 def test_weights_are_let_go():

@@ -317,6 +317,10 @@ def test_the_machine_of_a_model(monkeypatch) -> None:
     cpu = device_of(torch.device("cpu"), torch.float32)
     assert cpu == device_of(torch.device("cpu"), torch.float32)
     assert cpu.linear_flops == 1e11
+    for has_tiles, flops in ((False, 2e11), (True, 5e11)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_tiles: has)
+        assert device_of(torch.device("cpu"), torch.float32) == cpu
+        assert device_of(torch.device("cpu"), torch.bfloat16).linear_flops == flops
     place = torch.device("cuda")
     measured = Device("measured", 1.0, 1.0, 1.0)
     monkeypatch.setattr("setblock.machines._measured", lambda place, dtype: measured)
