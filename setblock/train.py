@@ -320,7 +320,8 @@ class SBDTrainer(SFTTrainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         generation: Any = self.model.generation_config
-        if is_peft_model(self.model) and (settings := generation.to_dict().get("setblock")):
+        settings = generation.to_dict().get("setblock")
+        if is_peft_model(self.model) and settings and self.args.should_save:
             # peft saves the adapter alone; without this nobody could tell how to decode with it.
             write_settings(output_dir or str(self.args.output_dir), **settings)
 

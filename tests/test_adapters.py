@@ -219,6 +219,15 @@ def test_layers_that_fsdp_would_run_again_are_refused(tmp_path):
         gradients(run, batches(run))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_writes_the_settings_of_an_adapter(tmp_path, monkeypatch, rank):
+    """Two would take each other's file away; transformers calls this on every rank."""
+    run = gated_trainer(tmp_path / "run", adapted())
+    monkeypatch.setattr(type(run.args), "should_save", property(lambda args: rank == 0))
+    run._save(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "generation_config.json").exists() == (rank == 0)
+
+
 def test_lora_learns_as_eq_14_says(tmp_path):
     """The same losses as the whole network has before anything was learned."""
     whole = plain_trainer(tmp_path, max_steps=1)
