@@ -67,7 +67,7 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
 # None: packed where that is possible.
 @pytest.mark.parametrize(
     ("kind", "pack", "adapter"),
-    [("llama", None, False), ("qwen3", False, False), ("llama", None, True)],
+    [("llama", None, False), ("qwen3-window", False, False), ("llama", None, True)],
 )
 # peft asks for it on every wrap.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -85,7 +85,8 @@ def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter):
     assert lines[:3] == lines[3:]
     assert lines[0] != lines[1]
     graphs, breaks = json.loads(counts)
-    assert 1 < graphs < 9, "one or more tokens and rows, some or all of the logits"
+    kinds = 2 if kind == "qwen3-window" else 1  # of layers
+    assert kinds < graphs < 9 * kinds, "one or more tokens and rows, few or many noisy ones"
     assert breaks == 0
 
 

@@ -20,6 +20,7 @@ LEVELS = (
         "sampling",
         "attention",
         "packed",
+        "kernels",
         "chain",
         "data",
         "config",

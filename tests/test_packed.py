@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -117,14 +118,14 @@ def test_small_layers_are_left_alone(monkeypatch):
     packed.pack(network)
     assert [type(layer) for layer in network] == [torch.nn.Linear, PackedLinear]
     if packed.missing(torch.device("cpu"), torch.bfloat16) is None:  # it calls them anyway
-        half = network[:1].bfloat16()
+        half: Any = network[:1].bfloat16()
         packed.pack(half)
         assert type(half[0]) is PackedLinear
 
 
 def test_weights_are_let_go():
     layer = PackedLinear(torch.nn.Linear(4, 4))
-    number = layer.number
+    number = int(layer.number)
     assert number in packed._weights
     del layer
     assert number not in packed._weights
