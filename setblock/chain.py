@@ -70,6 +70,7 @@ def rescored(
 ) -> Float[Tensor, "slots vocab"]:
     """The slots' logits, given the tokens before them; -inf for all but their candidates."""
     values, ids = candidates_of(logits)
-    scores = values + chain(context, embedding(before), embedding(ids))
+    known = embedding(before)
+    scores = values + chain(context.to(known.dtype), known, embedding(ids))
     # A mask token's own logit stays at -inf, were it ever a candidate.
     return torch.full_like(logits, -torch.inf).scatter(-1, ids, scores)

@@ -17,6 +17,7 @@ from trainings import one_line, train
 
 from setblock import adapters, chain, verified
 from setblock.chain import Chain, rescored
+from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
 from setblock.loading import ModelError
 from setblock.masks import CLEAN
@@ -227,6 +228,28 @@ def test_the_text_is_the_models_own(model, way, batch_size):
         **way,
     )
     assert [one.token_ids for one in found] == [one.token_ids for one in exact]
+
+
+@pytest.mark.parametrize("pack", [False, None])
+def test_it_drafts_in_sixteen_bits(checkpoint, tmp_path, pack):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
+    model = load(tmp_path, dtype="bfloat16", pack=pack)
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "block_size": 4}
+    for answer in generate(model, PROMPTS, mode="verified", branches=4, seeds=1, **options):
+        assert len(answer.token_ids) == 24
+
+
+@pytest.mark.parametrize("told", [None, 8])
+def test_an_adapter_and_its_settings_must_agree(checkpoint, tmp_path, told):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path, **({} if told else {"chain_width": 8}))
+    write_settings(tmp_path, chain_width=told)
+    has = "no" if told else "a"
+    with pytest.raises(ValueError, match=f"the adapter has {has} chain, but chain_width in its"):
+        load(tmp_path)
+    if not told:
+        network = load(checkpoint("llama-tied")).network
+        with pytest.raises(ValueError, match="the adapter has a chain, but chain_width in its"):
+            adapters.attach_again(network, tmp_path)
 
 
 def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatch):
