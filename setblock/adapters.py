@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 METHODS = ("full", "lora", "qlora", "gated")
 CONFIG = "adapter_config.json"
+FEW = 32  # tokens
 
 
 def attach(
@@ -82,21 +83,34 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
     from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    saved = _with_chain(network, chain_width)
     config: Any = PeftConfig.from_pretrained(str(folder))
-    if config.modules_to_save == saved:
+    saved = config.modules_to_save or []
+    if not chain_width:
+        _check_chain(config, folder, chain_width)
+    _with_chain(network, chain_width)
+    if not chain_width or chain.NAME in saved:
         return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
     # peft reads no adapter that lacks a part: the new chain's first values stand in for it.
     weights = load_peft_weights(str(folder), device=str(network.device))
     fresh: Any = chain_of(network)
     for name, weight in fresh.state_dict().items():
         weights[f"base_model.model.{chain.NAME}.{name}"] = weight.clone()
-    config.modules_to_save, config.inference_mode = saved, False
+    config.modules_to_save, config.inference_mode = [*saved, chain.NAME], False
     base_name, config.base_model_name_or_path = config.base_model_name_or_path, None
     adapted = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
     set_peft_model_state_dict(adapted, weights)
     return _to_train(adapted)
+
+
+def _check_chain(config: Any, folder: str | Path, width: int) -> None:
+    """Raises: ValueError if an adapter and its settings do not agree about a chain."""
+    has = chain.NAME in (config.modules_to_save or [])
+    if has != bool(width):
+        raise ValueError(
+            f"{folder}: the adapter has {'a' if has else 'no'} chain, but chain_width in its "
+            f"generation_config.json is {width}"
+        )
 
 
 def _with_chain(network: Any, width: int) -> list[str] | None:
@@ -154,14 +168,15 @@ class Addition(torch.nn.Module):
         noisy: Bool[Tensor, "... 1"],
     ) -> Float[Tensor, "... width"]:
         """`result`, to which the additions of noisy tokens were added in place."""
-        tokens = hidden.reshape(-1, hidden.shape[-1]).to(self.down.dtype)
-        if torch.compiler.is_compiling() and hidden.device.type == "cpu":
-            # For a few tokens a loop of the compiler's is quicker than a call of a library's.
-            thin = (tokens[:, :, None] * self.down).sum(dim=1)
-        else:
-            thin = torch.mm(tokens, self.down)
-        thin = torch.where(noisy.reshape(-1, 1), thin, 0.0)
-        flat = result.view(-1, result.shape[-1])
+        tokens, flat = hidden.reshape(-1, hidden.shape[-1]), result.view(-1, result.shape[-1])
+        gate = noisy.reshape(-1, 1)
+        if torch.compiler.is_compiling() and hidden.device.type == "cpu" and len(tokens) <= FEW:
+            # For a few tokens loops of the compiler's are quicker than calls of a library's.
+            thin = (tokens[:, :, None].float() * self.down).sum(dim=1)
+            thin = torch.where(gate, thin, 0.0)
+            flat += (thin[:, :, None] * self.up).sum(dim=1)
+            return result
+        thin = torch.where(gate, torch.mm(tokens.to(self.down.dtype), self.down), 0.0)
         if flat.dtype == thin.dtype:
             flat.addmm_(thin, self.up)
         else:
@@ -241,13 +256,36 @@ def gate(network: Any, layout: Layout) -> dict[str, Any]:
     return {"alora_offsets": (length - before).tolist()}
 
 
+def has_halves(network: Any) -> bool:
+    """Whether `half` knows the network's adapter: it is one that `attach` made, and at work."""
+    from peft.tuners.lora import LoraLayer
+
+    tokens = getattr(network.get_input_embeddings(), "token_adapter", None)
+    if tokens is None or len(tokens.active_adapters) != 1 or tokens.disable_adapters:
+        return False
+    [adapter] = tokens.active_adapters
+    config = network.peft_config[adapter]
+    return (
+        config.alora_invocation_tokens is not None
+        and len(tokens.token_indices[adapter]) == 1
+        and all(
+            layer.active_adapters == [adapter]
+            and adapter in layer.lora_A
+            and layer.lora_B[adapter].bias is None
+            for layer in network.modules()
+            if isinstance(layer, LoraLayer)
+        )
+    )
+
+
 @contextmanager
 def half(network: Any, noisy: bool) -> Iterator[None]:
-    """Forwards of a network whose gated adapter is trained: of noisy tokens alone, or of clean ones
-    alone, which have no logits then.
+    """Forwards of a network that `has_halves`: of noisy tokens alone, or of clean ones alone, which
+    have no logits then.
 
-    What peft's own layers compute, without their work for forwards that hold both: they would pick
-    the noisy tokens out in every layer, and copy the whole embedding to put one row into it.
+    What peft's own layers compute, but for the last bits, without their work for forwards that hold
+    both: they would pick the noisy tokens out in every layer, and copy the whole embedding to put
+    one row into it.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -278,14 +316,13 @@ def _bare(layer: Any, hidden: Tensor, **_: Any) -> Tensor:
 
 def _added(layer: Any, hidden: Tensor, **_: Any) -> Tensor:
     """The output of peft's layer where the adapter acts on every token."""
+    [adapter] = layer.active_adapters
+    down, up = layer.lora_A[adapter], layer.lora_B[adapter]
     result = layer.base_layer(hidden)
-    for adapter in layer.active_adapters:
-        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-        if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(down.weight.dtype)
-        thin = down(layer.lora_dropout[adapter](hidden))
-        result = result + up(thin * layer.scaling[adapter]).to(result.dtype)
-    return result
+    if not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(down.weight.dtype)
+    thin = down(layer.lora_dropout[adapter](hidden))
+    return result + up(thin * layer.scaling[adapter]).to(result.dtype)
 
 
 def _embedded(wrapper: Any, tokens: Int[Tensor, "batch length"]) -> Tensor:
@@ -318,6 +355,7 @@ def put_on(
 
     _with_chain(network, chain_width)
     adapted: Any = PeftModel.from_pretrained(network, folder)
+    _check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
     wrapper: Any = network.get_input_embeddings()

@@ -1,6 +1,6 @@
 """A view of training -> the score of every label of it, by one forward of the network."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache
 
-from setblock.adapters import chain_of, gate, half, is_gated
+from setblock.adapters import chain_of, gate, half, has_halves, is_gated
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
 from setblock.model import attention_mask
@@ -49,7 +49,8 @@ def score(
         if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
             columns = columns - view.num_clean
             inputs = _noisy_half(view, network, wrapped)
-            stack.enter_context(half(network, noisy=True))
+            if has_halves(network):
+                stack.enter_context(half(network, noisy=True))
         else:
             inputs = {
                 "input_ids": view.tokens,
@@ -105,7 +106,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         for part in (slice(first), slice(first, None))
     )
     cache = DynamicCache()  # without a config: no layer drops what our masks still need
-    with torch.no_grad(), half(network, noisy=False):
+    with torch.no_grad(), half(network, noisy=False) if has_halves(network) else nullcontext():
         wrapped(
             input_ids=view.tokens[:, :first],
             position_ids=clean.position,

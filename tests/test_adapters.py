@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from trainers import MASK, SIZES, config, network, samples, tokenizer
 from trainers import trainer as plain_trainer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -15,9 +16,17 @@ from setblock.train import SBDTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
     # peft asks for it on every wrap.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]
+
+
+OTHER: dict[str, dict[str, Any]] = {  # adapters that attach() does not make
+    "two rows": {"trainable_token_indices": {"embed_tokens": [MASK, 7]}},
+    "no row": {},
+    "biases": {"trainable_token_indices": {"embed_tokens": [MASK]}, "lora_bias": True},
+}
 
 
 def base(shape="llama"):
@@ -32,7 +41,13 @@ def base(shape="llama"):
 
 def adapted(method="gated", seed=1, shape="llama"):
     """A network with an adapter that does something: random, not zero."""
-    made = adapters.attach(base(shape), "base", method, MASK, rank=4, alpha=8)
+    if shape in OTHER:
+        settings: Any = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **OTHER[shape]}
+        settings |= {"task_type": "CAUSAL_LM", "alora_invocation_tokens": [MASK]}
+        made: Any = get_peft_model(network(), LoraConfig(**settings))
+    else:
+        made = adapters.attach(base(shape), "base", method, MASK, rank=4, alpha=8)
+    assert adapters.has_halves(made) == (method == "gated" and shape not in OTHER)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -66,7 +81,7 @@ def batches(run):
 
 @pytest.mark.parametrize(
     ("shape", "distill"),
-    [("llama", 0.0), ("llama", 0.5), ("smollm2", 0.0), ("gemma3", 0.0)],
+    [("llama", 0.0), ("llama", 0.5), *((shape, 0.0) for shape in ("smollm2", "gemma3", *OTHER))],
 )
 def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, shape, distill):
     """Two forwards, of layers of our own, against one of peft's."""
@@ -92,7 +107,7 @@ def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, sha
     assert seen == ([2, 2] if distill else [4, 2])
     assert losses[0].keys() == losses[1].keys()
     assert any("lora_A" in name for name in losses[0])
-    assert any("trainable_tokens_delta" in name for name in losses[0])
+    assert any("trainable_tokens_delta" in name for name in losses[0]) == (shape != "no row")
     assert [vars(module).get("forward") for module in net.modules()] == forwards_before
     for name, gradient in losses[0].items():
         assert torch.allclose(gradient, losses[1][name], atol=1e-5), name

@@ -61,7 +61,8 @@ def test_training_has_the_same_gradients():
     module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
     query, key, value, mask = tensors(2, 16, 40)
     gradients = []
-    for function in (sdpa_attention_forward, attention.attend):
+    functions: Any = (sdpa_attention_forward, attention.attend)
+    for function in functions:
         leaves = [one.clone().requires_grad_(True) for one in (query, key, value)]
         (function(module, *leaves, mask)[0] ** 2).sum().backward()
         gradients.append([leaf.grad for leaf in leaves])

@@ -133,7 +133,8 @@ def generate(
             raise ValueError(f"--{name} has no say in mode {settings.mode}, got {value}")
     ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
-    warn_untrained(model, settings.mode)
+    if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
+        warn_untrained(model, settings.mode)  # copies alone need no training
     alone = settings.mode == "verified" and settings.block_size == 1 and not settings.lookup
     if alone and block_size is None:
         err.print(
