@@ -95,7 +95,8 @@ class SBDTrainer(SFTTrainer):
     document's mask rate, to log.jsonl in the output folder.
     A network with a gated adapter (setblock.adapters) learns from the masked-token loss alone: its
     clean half is the frozen base. A chain beside it (setblock.chain) learns from the masked tokens
-    too, next to the adapter and without an influence on it, and logs chain_loss and chain_accuracy.
+    too, changes none of the adapter's gradients but where their norm is clipped, counts in the
+    loss, and logs chain_loss and chain_accuracy.
     Raises: ValueError for a batch without labels or with mask tokens in its text, and for a loss
     that is not finite, naming the step.
     """
@@ -226,7 +227,7 @@ class SBDTrainer(SFTTrainer):
             taught = (teachers >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
-        nats = nats + scores.chain_nats.sum()  # of weights of its own: it changes no other gradient
+        nats = nats + scores.chain_nats.sum()  # of weights of its own
         if not torch.isfinite(nats):
             raise ValueError(
                 f"the loss of step {self.state.global_step + 1} is not finite: next-token "

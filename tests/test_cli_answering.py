@@ -375,6 +375,8 @@ def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
 def test_no_warning_where_it_does_not_matter(run, untrained, trained):
     words = ["--prompt", "hi", "--json", *SHORT]
     assert run("generate", untrained, "--mode", "ntp", *words).err == ""
+    copies = ["--mode", "verified", "--block-size", "1", "--lookup", "4"]
+    assert run("generate", untrained, *copies, *words).err == ""
     assert run("generate", trained, *words).err == ""
     words = ["--task", "lists", "--limit", "1", "--mode", "ntp", "--json", *SHORT]
     assert run("evaluate", untrained, *words).err == ""
