@@ -295,6 +295,11 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
             f"no model {name!r}: it is not a checkpoint folder, a GGUF file (.gguf), a bundled "
             f"model ({any_of(BUNDLED)}), or of the form owner/name (on the hub)"
         )
+    if path.parent.is_dir():  # rather than to ask the hub for a minute
+        raise ModelError(
+            f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; to "
+            "have it from the hub, call from where no such folder is"
+        )
     return name, {}
 
 

@@ -158,6 +158,13 @@ def test_names_that_name_nothing(name):
         load(name)
 
 
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ModelError, match="no model 'runs/mien': folder 'runs' is here and holds"):
+        load("runs/mien")
+
+
 def test_a_hub_name_that_can_not_be_had():
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")

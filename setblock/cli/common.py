@@ -91,7 +91,8 @@ ModeOption = Annotated[
     Mode | None,
     typer.Option(
         help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
-        "ntp. Default: the checkpoint's, else sbd."
+        "ntp (in float32; rounding in bfloat16 can change some). Default: the checkpoint's, else "
+        "sbd."
     ),
 ]
 SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
@@ -252,7 +253,7 @@ def warn_untrained(model: "Model", mode: str) -> None:
 
 
 def warm_up(model: "Model", options: dict[str, Any]) -> None:
-    """First forwards allocate and choose kernels; keep that out of the times of these options."""
+    """First forwards allocate, choose and make kernels: not in the times of these options."""
     from setblock.generation import generate as answer
 
     first = (
@@ -260,7 +261,8 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
         if model.bos_token_id is not None
         else min(model.eos_token_ids, default=0)
     )
-    few = min(2, options.get("max_new_tokens", 2))
+    few = 24 if model.compiled else 2  # as many as bring every kind of forward
+    few = min(few, options.get("max_new_tokens", few))
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
     answer(model, [[first]], **own)
 
@@ -269,11 +271,11 @@ def busy_note() -> None:
     """One line on stderr behind times that were taken on a busy CPU."""
     import torch
 
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
     if load > cores:
         err.print(
-            f"this machine is busy (load {load:.1f} on {cores} cores), so the seconds say little; "
-            f"OMP_NUM_THREADS=1 suffers less than {torch.get_num_threads()} threads",
+            f"this machine is busy (load {load:.1f} on {cores} cores), so the seconds say little"
+            + (f"; OMP_NUM_THREADS=1 suffers less than {threads} threads" if threads > 1 else ""),
             style="yellow",
         )
 
