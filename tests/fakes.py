@@ -76,7 +76,7 @@ class TableModel(Model):
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.adapted = self.packed = False
-        self.chain = None
+        self.chain = self._compiled = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
