@@ -297,8 +297,8 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
         )
     if path.parent.is_dir():  # rather than to ask the hub for a minute
         raise ModelError(
-            f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; to "
-            "have it from the hub, call from where no such folder is"
+            f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; "
+            "to have it from the hub, call from where no such folder is"
         )
     return name, {}
 
