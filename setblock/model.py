@@ -27,7 +27,6 @@ from setblock import adapters, attention, graphs, machines, mask_token, packed, 
 from setblock.cache import PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
-from setblock.kernels import Kernels
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
 COMPILE = ("on", "kernels", "graphs")
@@ -292,7 +291,7 @@ class Model:
             # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
-            run = Kernels(self.network).switched_on(run)
+            run = torch.compile(run, dynamic=True)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)
         self._compiled = run

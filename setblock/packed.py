@@ -14,24 +14,22 @@ import torch
 from torch import Tensor
 
 HINT = 16  # tokens that the layout is chosen for
-SMALLEST = (
-    2**17
-)  # weights of a layer in 32 bits; calling these kernels costs more than smaller ones take
+# Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
+SMALLEST = 2**17
 
 # torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
 _numbers = itertools.count()
 _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 _library = torch.library.Library("setblock", "DEF")
-_library.define("linear(Tensor hidden, Tensor number, int width, Tensor? bias) -> Tensor")
+_library.define("linear(Tensor hidden, int number, int width, Tensor? bias) -> Tensor")
 
 
-def _linear(hidden: Tensor, number: Tensor, width: int, bias: Tensor | None) -> Tensor:
-    weight = _weights[int(number)]
-    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+def _linear(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(hidden, _weights[number], bias, "none", [], "")
 
 
-def _shape(hidden: Tensor, number: Tensor, width: int, bias: Tensor | None) -> Tensor:
+def _shape(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], width)
 
 
@@ -49,9 +47,8 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
         # Not at import: a torch without oneDNN has no such operation.
         self.product = torch.ops.mkldnn._linear_pointwise.default
-        number = next(_numbers)
-        self.number = torch.tensor(number)  # not an int, which kernels would be made for
-        _weights[number] = self.weight
+        self.number = next(_numbers)
+        _weights[self.number] = self.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() and hidden.requires_grad:

@@ -20,7 +20,6 @@ LEVELS = (
         "sampling",
         "attention",
         "packed",
-        "kernels",
         "chain",
         "data",
         "config",

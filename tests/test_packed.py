@@ -125,7 +125,7 @@ def test_small_layers_are_left_alone(monkeypatch):
 
 def test_weights_are_let_go():
     layer = PackedLinear(torch.nn.Linear(4, 4))
-    number = int(layer.number)
+    number = layer.number
     assert number in packed._weights
     del layer
     assert number not in packed._weights
