@@ -49,7 +49,8 @@ class Sampler:
         position: absolute positions in the text, the prompt counted.
         seeds: one for each row, instead of `seed`.
         """
-        return self.perturbed(logits, rows, position, seeds).argmax(dim=-1)
+        # Not argmax, which takes three times as long on a CPU, in bfloat16 five times.
+        return self.perturbed(logits, rows, position, seeds).max(dim=-1).indices
 
     def perturbed(
         self,

@@ -204,7 +204,10 @@ def entropy(logits: Logits) -> Score:
     -sum p log p rather than logsumexp - sum p * logit: that form cancels to 0 too early, and is NaN
     at -inf.
     """
-    return torch.special.entr(logits.float().softmax(-1)).sum(-1).clamp(min=0)
+    probability = logits.float().softmax(-1)
+    # torch.special.entr says the same, three times as slowly on a CPU.
+    nats = probability.clamp(min=torch.finfo(torch.float32).tiny).log_().mul_(probability)
+    return (-nats.sum(-1)).clamp(min=0)
 
 
 def confidence(logits: Logits) -> Score:
