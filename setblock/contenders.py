@@ -126,12 +126,14 @@ def contenders(
     solvers: Sequence[str] = (),
     block_sizes: Sequence[int] = (),
     stock: Any = None,
+    leniences: Sequence[float] = (),
 ) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
     solvers: of mode "sbd"; block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or
-    the arithmetic's. Names tell them where there are several. transformers looks up prompts for
-    one row at a time only. stock: the network that it gets, see `transformers_generate`.
+    the arithmetic's. Names tell them where there are several. leniences: of mode "verified",
+    besides 1. transformers looks up prompts for one row at a time only. stock: the network that it
+    gets, see `transformers_generate`.
     """
 
     def name(mode: str, size: int | None, solver: str | None = None) -> str:
@@ -146,7 +148,11 @@ def contenders(
             options = {"mode": "sbd", "solver": solver, **size}
             found[name("sbd", size.get("block_size"), solver)] = ours(**options)
     for size in sizes:
-        found[name("verified", size.get("block_size"))] = ours(mode="verified", **size)
+        verified = name("verified", size.get("block_size"))
+        found[verified] = ours(mode="verified", **size)
+        for lenience in leniences:
+            lenient = ours(mode="verified", **size, lenience=lenience)
+            found[f"{verified} lenience={lenience:g}"] = lenient
     found["transformers"] = transformers_generate(stock)
     if batch_size == 1:
         found["transformers-lookup"] = transformers_generate(

@@ -28,7 +28,7 @@ CHUNK = 1024  # tokens of a prompt that one forward takes at most
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("next_token_seed", "fallback"),
-    "verified": ("draft", "branches", "seeds", "lookup"),
+    "verified": ("draft", "branches", "seeds", "lookup", "lenience"),
 }
 
 
@@ -53,6 +53,9 @@ class Settings:
     lookup: of draft "branches": tokens at most of a draft that is copied from behind an earlier
         place of the text's last tokens, where that promises more than the model's own; 0 is never.
         Blocks of one token have no other draft.
+    lenience: mode "verified": a drafted token is accepted as well if its probability is at least
+        this share of that of next-token decoding's token; 1 is lossless, less is not. See
+        verified.VerifiedRows._said.
     """
 
     mode: str
@@ -68,6 +71,7 @@ class Settings:
     branches: int | None = None
     seeds: int = 0
     lookup: int = 0
+    lenience: float | int = 1.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -94,6 +98,14 @@ class Settings:
         ):
             raise ValueError(
                 f"fallback must be a finite entropy of at least 0, got {self.fallback!r}"
+            )
+        if (
+            isinstance(self.lenience, bool)
+            or not isinstance(self.lenience, (int, float))
+            or not 0 < self.lenience <= 1
+        ):
+            raise ValueError(
+                f"lenience must be a number in (0, 1], where 1 is lossless, got {self.lenience!r}"
             )
         for mode, names in OWN_OPTIONS.items():
             for name in names if self.mode != mode else ():

@@ -143,7 +143,8 @@ def run(
     score = _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
     result = score.result()
-    drafting = settings.mode == "verified" and settings.draft == "branches" and not settings.lookup
+    drafting = settings.mode == "verified" and settings.draft == "branches"
+    drafting &= not settings.lookup and settings.lenience == 1
     acceptance = None
     if drafting and settings.block_size > 1:
         acceptance = acceptance_of(settings, result["tokens_per_forward"])

@@ -7,7 +7,7 @@ from typing import Any
 
 # Fields of a request that are options of `setblock.generate` as they are, and their values.
 OPTIONS = {
-    **dict.fromkeys(("temperature", "top_p", "fallback"), "a number"),
+    **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
     **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds", "lookup"), "an integer"),
     **dict.fromkeys(("mode", "solver", "draft"), "a text"),
     **dict.fromkeys(("next_token_seed", "ignore_eos"), "true or false"),

@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
     block_size: slots of a block. max_new_tokens: default 256. temperature: default 0, greedy.
     top_p, top_k: default off. seed: of the sampling noise. stop: texts that end a row.
     ignore_eos: generate on past EOS.
-    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup: of mode
+    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of mode
     "verified"; see decode.Settings.
     """
 
@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     branches: int | None
     seeds: int
     lookup: int
+    lenience: float
 
 
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:

@@ -31,7 +31,7 @@ from setblock.model import Model
 KNOWN = ("do_sample", "temperature", "top_p", "top_k")
 DECODING = (
     "mode", "solver", "block_size", "seed", "next_token_seed", "fallback", "draft", "branches",
-    "seeds", "lookup",
+    "seeds", "lookup", "lenience",
 )  # fmt: skip
 # HFLM's own arguments that hold for a network that is loaded already.
 OTHERS = (
@@ -47,8 +47,8 @@ class SetBlockLM(BASE):
 
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
-    mode, solver, block_size, seed, next_token_seed, fallback, draft, branches, seeds, lookup:
-    decoding, as for `setblock.generate`; what is absent comes from the checkpoint.
+    mode, solver, block_size, seed, next_token_seed, fallback, draft, branches, seeds, lookup,
+    lenience: decoding, as for `setblock.generate`; what is absent comes from the checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """
 
@@ -145,6 +145,7 @@ class SetBlockLM(BASE):
                 "branches": settings.branches if verified else None,
                 "seeds": settings.seeds if verified else None,
                 "lookup": settings.lookup if verified else None,
+                "lenience": settings.lenience if verified else None,
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

@@ -150,7 +150,7 @@ def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -
         found.samples.append((path, line, samples))
     settings = line.get("settings", {})
     always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
-    own = not settings.get("lookup")
+    own = not settings.get("lookup") and settings.get("lenience", 1) == 1
     if line["mode"] == "verified" and always and own and (shares := _accepted(samples)):
         found.accepted.append((line, shares))
 

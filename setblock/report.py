@@ -50,6 +50,8 @@ def name_of(line: dict[str, Any]) -> str:
     if line["mode"] == "verified" and settings.get("draft") == "branches":
         words.append(f"{settings.get('branches') or 'all'}+{settings.get('seeds', 0)}")
         words += [f"lookup {settings['lookup']}"] if settings.get("lookup") else []
+    if settings.get("lenience", 1) != 1:
+        words.append(f"lenience {settings['lenience']}")
     return " ".join(filter(None, words))
 
 

@@ -3,7 +3,8 @@
 The causal pass over a draft gives the next-token distribution behind each of its tokens. The draft
 is accepted up to its first token that next-token decoding would not have produced, and the token
 that it would have produced there comes on top. Drafts only decide how many tokens a forward yields,
-never which.
+never which. With lenience below 1 they do: a drafted token that is nearly as likely as the one that
+next-token decoding would say stays in its place.
 
 Every forward encodes `[final tokens without keys, draft]` causally. Where drafts come from:
 
@@ -15,6 +16,7 @@ Every forward encodes `[final tokens without keys, draft]` causally. Where draft
 Sampling noise belongs to (seed, row, position), so that a draft can guess sampled tokens too.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,10 +38,11 @@ class VerifiedRows(Rows):
 
     draft   [batch, width] tokens proposed for `start` and after, the mask token where none
     length  [batch] how many of them there are; never more than could be of use
+    copied  [batch] whether they were copied from earlier in the text
     All final tokens but the last are in the cache; of the prompt none before the first forward.
     """
 
-    PER_ROW = (*Rows.PER_ROW, "draft", "length")
+    PER_ROW = (*Rows.PER_ROW, "draft", "length", "copied")
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class VerifiedRows(Rows):
         shape = len(prompts), width
         self.draft = torch.full(shape, model.mask_token_id, device=model.device)
         self.length = torch.zeros_like(self.start)
+        self.copied = torch.zeros_like(self.start, dtype=torch.bool)
 
     def _texts(self, end: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """(tokens, positions) of each row's text without keys, its draft included, up to `end`."""
@@ -84,16 +88,40 @@ class VerifiedRows(Rows):
         """
         longest = logits.shape[1] - 1
         places = self._places(longest + 1)
-        exact = self.settings.sampler.pick(logits, self.rows, places)
+        said = self._said(logits, places)
         offset = torch.arange(longest + 1, device=places.device)
-        same = (exact[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
+        same = (said[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
         accepted = same.long().cumprod(dim=1).sum(dim=1)
         final = (offset <= accepted[:, None]) & verifying[:, None]
-        revealed = self._reveal(final, places, exact, logits)
+        revealed = self._reveal(final, places, said, logits)
         kept = torch.where(verifying, self.start - self.cache.lengths + accepted, 0)
         self.cache.keep(kept)
         self.start = torch.where(verifying, self.start + accepted + 1, self.start)
         return accepted, revealed
+
+    def _said(
+        self, logits: Float[Tensor, "batch verified vocab"], places: Int[Tensor, "batch verified"]
+    ) -> Int[Tensor, "batch verified"]:
+        """The tokens of next-token decoding; with lenience, drafted ones that are nearly as likely.
+
+        With lenience l a drafted token takes the place of another if its probability, sampling's
+        temperature and noise included, is at least l times that one's. Two things stay as they are:
+        where either of the two ends the text, and drafts that were copied: those are nearly right
+        wherever a text could repeat itself, and it would.
+        Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
+        """
+        sampler, longest = self.settings.sampler, logits.shape[1] - 1
+        exact = sampler.pick(logits, self.rows, places)
+        if self.settings.lenience == 1 or not longest:
+            return exact
+        scores = sampler.perturbed(logits[:, :-1], self.rows, places[:, :-1]).float()
+        draft, own = self.draft[:, :longest], exact[:, :-1]
+        least = scores.amax(dim=-1) + math.log(self.settings.lenience)
+        near = scores.gather(-1, draft[..., None])[..., 0] >= least
+        near &= torch.arange(longest, device=near.device) < self.length[:, None]
+        near &= ~self.copied[:, None]
+        near &= ~torch.isin(draft, self.eos) & ~torch.isin(own, self.eos)
+        return torch.cat([torch.where(near, draft, own), exact[:, -1:]], dim=1)
 
     def _useful(self, draft: Int[Tensor, "batch draft"]) -> Int[Tensor, " batch"]:
         """How many tokens of a draft behind `start` are worth a query.
@@ -345,7 +373,7 @@ class BranchDrafts(VerifiedRows):
         self.draft = torch.where(better[:, None], draft, self.draft)
         self.confidence = torch.where(better[:, None], confidence, self.confidence)
         self.length = torch.where(better, length, self.length)
-        self.sure = better & (chance[:, 0] >= SURE)
+        self.copied, self.sure = better, better & (chance[:, 0] >= SURE)
         unknown = torch.full_like(self.runners, self.model.mask_token_id)
         self.runners = torch.where(better[:, None, None], unknown, self.runners)
 

@@ -82,6 +82,18 @@ def _layout(length: int, start: int) -> Layout:
     )
 
 
+def regrets(model, prompt: list[int], answer: list[int], settings, row: int = 0) -> list[tuple]:
+    """For each token of an answer (next-token decoding's there, how much higher its score is)."""
+    found = []
+    for place, token in enumerate(answer):
+        text = prompt + answer[:place]
+        logits = model.forward(torch.tensor([text]), _layout(len(text), len(text)))[:, -1:]
+        position = torch.tensor([[len(text)]])
+        [[scores]] = settings.sampler.perturbed(logits, torch.tensor([row]), position)
+        found.append((int(scores.argmax()), float(scores.max() - scores[token])))
+    return found
+
+
 def joined(model, prompt: list[int], size: int) -> list[int]:
     """What a model with a chain drafts greedily behind a prompt and the token after it.
 

@@ -37,6 +37,8 @@ def test_prompt_lookup_says_the_same(model):
         for name in ("verified", "transformers", "transformers-lookup"):
             assert runs[name].token_ids == runs["ntp"].token_ids
     assert "transformers-lookup" not in contenders.contenders(2)
+    names = list(contenders.contenders(2, leniences=(0.5, 0.2)))
+    assert names[2:5] == ["verified", "verified lenience=0.5", "verified lenience=0.2"]
 
 
 def test_vllm_is_asked_for_the_same(model, fake_vllm, monkeypatch):

@@ -120,6 +120,10 @@ def test_a_terminal_is_no_prompt(run, trained):
             ["--mode", "verified", "--draft", "solver", "--solver", "fixed:3"],
             {"mode": "verified", "draft": "solver", "solver": "fixed:3"},
         ),
+        (
+            ["--mode", "verified", "--block-size", "4", "--lenience", "0.01"],
+            {"mode": "verified", "block_size": 4, "lenience": 0.01},
+        ),
     ],
 )
 def test_the_command_answers_as_the_python_interface(run, trained, words, options):

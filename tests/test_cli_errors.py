@@ -80,6 +80,11 @@ SHORT = ["--max-new-tokens", "8"]
             ["--prompt", "a", "--mode", "verified", "--lookup", "9000"],
             "at most 8192 tokens",
         ),
+        (["--prompt", "a", "--mode", "sbd", "--lenience", "0.5"], "lenience is for mode verified"),
+        (
+            ["--prompt", "a", "--mode", "verified", "--lenience", "0"],
+            "lenience must be a number in (0, 1], where 1 is lossless, got 0",
+        ),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
         (

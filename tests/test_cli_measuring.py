@@ -60,7 +60,7 @@ def test_evaluate_in_verified_mode(run, trained):
     words = ["--task", "lists", "--limit", "2", "--max-new-tokens", "8", "--json"]
     modes = ["--mode", "ntp", "--mode", "verified", "--mode", "sbd"]
     options = ["--branches", "2", "--seeds", "1", "--next-token-seed", "--fallback", "3"]
-    options += ["--lookup", "5"]
+    options += ["--lookup", "5", "--lenience", "0.5"]
     lines = run("evaluate", trained, *words, *modes, *options).json["results"]
     assert [(one["mode"], one["solver"]) for one in lines] == [
         ("ntp", None), ("sbd", "entropy:0.1"), ("verified", None)
@@ -68,6 +68,7 @@ def test_evaluate_in_verified_mode(run, trained):
     sbd, verified = (one["settings"] for one in lines[1:])
     assert (sbd["next_token_seed"], sbd["fallback"]) == (True, 3)
     assert (verified["branches"], verified["seeds"], verified["lookup"]) == (2, 1, 5)
+    assert verified["lenience"] == 0.5
     assert lines[2]["acceptance"] is None, "of copied drafts too"
     drafted = ["--mode", "verified", "--draft", "solver", "--solver", "fixed:2"]
     [line] = run("evaluate", trained, *words, *drafted).json["results"]
@@ -489,7 +490,9 @@ def test_vllm_takes_part_where_it_is_installed(run, trained, fake_vllm):
     assert len(fake_vllm) == 2
     assert all(engine.ended for engine in fake_vllm)
     assert fake_vllm[0].given["max_model_len"] == 11
-    record = run("benchmark", trained, *few, "--no-vllm").json
+    record = run("benchmark", trained, *few, "--no-vllm", "--lenience", "0.5").json
+    assert record["request"]["lenience"] == [0.5]
+    assert record["results"][3]["contender"] == "verified lenience=0.5"
     assert [line["contender"] for line in record["results"]][-1] == "transformers-lookup"
     assert "vllm" not in record
 

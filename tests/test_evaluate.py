@@ -202,6 +202,7 @@ def test_a_line_of_the_record(model, problems):
         "branches": None,
         "seeds": 0,
         "lookup": 0,
+        "lenience": 1.0,
     }
     assert json.loads(json.dumps(line))["interval"] == list(line["interval"])
 

@@ -63,6 +63,7 @@ def test_settings_are_those_of_the_model(exported, checkpoint):
         {},
         {"mode": "verified", "branches": 2, "seeds": 1},
         {"mode": "verified", "block_size": 3, "lookup": 6},
+        {"mode": "verified", "block_size": 4, "lenience": 0.1},
         {"mode": "ntp"},
         {"solver": "entropy:inf", "block_size": 7},
         {"next_token_seed": True, "fallback": 2.0},

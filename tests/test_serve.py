@@ -25,6 +25,7 @@ from setblock.serve import build
         {"solver": "entropy:0.1", "block_size": 7, "next_token_seed": True, "fallback": 2.0},
         {"temperature": 1.0, "seed": 5, "top_k": 40, "top_p": 0.9},
         {"mode": "verified", "temperature": 1.0, "seed": 5},
+        {"mode": "verified", "lenience": 0.01},
         {"ignore_eos": True, "max_tokens": 70},
     ],
 )

@@ -1,12 +1,13 @@
 """Verified decoding: the tokens of next-token decoding, always, in fewer forwards."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import reference
 import torch
-from fakes import EOS, TableModel
+from fakes import EOS, MASK, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPTS, SLOW, SOLVERS, networks, prompts, recorded, with_ends
@@ -99,6 +100,48 @@ def test_random_tables_say_what_next_token_decoding_says(data, seed) -> None:
         again = generate(model, texts, mode="verified", batch_size=1, **chosen)
         ran = len(model.forwards) - before
         assert sum(one.nfe for one in again) == ran, "draft forwards and one, for each cycle"
+
+
+@given(data=st.data(), seed=st.integers(0, 20))
+@settings(max_examples=60, **SLOW)
+def test_lenience_keeps_what_is_nearly_as_likely_and_no_other(networks, data, seed) -> None:
+    model = data.draw(st.sampled_from([TableModel.random(seed), networks["llama", seed % 3]]))
+    model = with_ends(model, 4)
+    texts = data.draw(prompts(range(3, 12), 3))
+    lenience = data.draw(st.sampled_from([0.9, 0.5, 0.1, 1e-9]))
+    chosen = data.draw(options(30)) | {"mode": "verified", "lenience": lenience}
+    lenient = generate(model, texts, **chosen)
+    alone = generate(model, texts, batch_size=1, **chosen)
+    assert [one.token_ids for one in alone] == [one.token_ids for one in lenient]
+    for row, (text, one) in enumerate(zip(texts, lenient, strict=True)):
+        said = reference.regrets(model, text, list(one.token_ids), one.settings, row)
+        for token, (exact, regret) in zip(one.token_ids, said, strict=True):
+            assert regret <= -math.log(lenience) + 1e-4
+            if {token, exact} & model.eos_token_ids and not chosen["ignore_eos"]:
+                assert token == exact, "where the text ends lenience has no say"
+
+
+def test_lenience_by_its_bound() -> None:
+    """Every draft is the second likeliest token, half as likely as the likeliest."""
+    likely = torch.full((100, 12), -9.0)
+    likely[:, 5], likely[:, 6] = math.log(2), 0.0
+    likely[:, MASK] = -torch.inf
+    drafts = likely.clone()
+    drafts[:, 6] = 9.0
+    model = TableModel(likely[:, None].repeat(1, 12, 1), drafts)
+    common: dict[str, Any] = {"mode": "verified", "block_size": 4, "max_new_tokens": 13}
+    ways: list[dict[str, Any]] = [{"branches": 1}, {"draft": "solver", "solver": "fixed:3"}]
+    for how in ways:
+        [strict] = generate(model, [[7, 8]], **common, **how, lenience=0.51)
+        assert set(strict.token_ids) == {5}
+        [lenient] = generate(model, [[7, 8]], **common, **how, lenience=0.49)
+        assert set(lenient.token_ids) == {5, 6}
+        assert lenient.token_ids.count(6) > lenient.token_ids.count(5)
+        assert lenient.nfe < strict.nfe
+    # Copies are verified to the token: here what followed 8 before was a 6.
+    common["block_size"] = 1
+    [copied] = generate(model, [[8, 6, 8]], **common, lookup=4, lenience=0.1)
+    assert set(copied.token_ids) == {5}
 
 
 def drafting(model: Model, text: list[int], errors: float) -> Model:

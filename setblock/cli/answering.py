@@ -19,6 +19,7 @@ from setblock.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    LenienceOption,
     LookupOption,
     MaskTokenOption,
     Mode,
@@ -89,6 +90,7 @@ def generate(
     branches: BranchesOption = None,
     seeds: SeedsOption = None,
     lookup: LookupOption = None,
+    lenience: LenienceOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Compile.off,
@@ -124,6 +126,7 @@ def generate(
         "branches": branches,
         "seeds": seeds,
         "lookup": lookup,
+        "lenience": lenience,
     }
     settings = settings_for(model, **options)
     given = {"solver": solver if not settings.uses_solver else None}
@@ -337,6 +340,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "branches": settings.branches,
         "seeds": settings.seeds,
         "lookup": settings.lookup,
+        "lenience": settings.lenience,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,

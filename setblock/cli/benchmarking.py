@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
+    LENIENCE_HELP,
     SOLVERS_HELP,
     BlockSizeOption,
     Compile,
@@ -83,6 +84,12 @@ def benchmark(
         list[int] | None,
         typer.Option(help="Tokens of a block; again for more. Default: the checkpoint's."),
     ] = None,
+    lenience: Annotated[
+        list[float] | None,
+        typer.Option(
+            help=f"May be given again, for one more contender each. {LENIENCE_HELP}",
+        ),
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -127,7 +134,7 @@ def benchmark(
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
-    request |= {"compile": compile.value, "pack": pack and pack.value}
+    request |= {"compile": compile.value, "pack": pack and pack.value, "lenience": lenience}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     warn_untrained(model, "sbd")
@@ -139,6 +146,8 @@ def benchmark(
         for one in block_size or [None]
     }
     size = max(wide)
+    for one in lenience or ():
+        settings_for(model, mode="verified", lenience=one)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
     room = model.context_length
@@ -176,7 +185,9 @@ def benchmark(
         for length in prompt_length or [None]:
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:
-                rivals = contenders.contenders(batch, solver or (), block_size or (), stock)
+                rivals = contenders.contenders(
+                    batch, solver or (), block_size or (), stock, lenience or ()
+                )
                 if engine is not None:
                     rivals["vllm"] = engine
                 title = f"{len(prompts)} prompts, batches of {batch}"

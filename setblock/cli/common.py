@@ -152,6 +152,13 @@ LookupOption = Annotated[
         "Default: the checkpoint's, else 0, never."
     ),
 ]
+LENIENCE_HELP = (
+    "Mode verified: accept a drafted token as well if its probability is at least this share of "
+    "that of the token that ntp says: fewer forwards, and no longer exactly the tokens of ntp."
+)
+LenienceOption = Annotated[
+    float | None, typer.Option(help=f"{LENIENCE_HELP} Default: 1, exactly those.")
+]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere."),

@@ -20,6 +20,7 @@ from setblock.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    LenienceOption,
     LookupOption,
     MaskTokenOption,
     Mode,
@@ -109,6 +110,7 @@ def evaluate(
     branches: BranchesOption = None,
     seeds: SeedsOption = None,
     lookup: LookupOption = None,
+    lenience: LenienceOption = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -161,6 +163,7 @@ def evaluate(
         "branches": branches,
         "seeds": seeds,
         "lookup": lookup,
+        "lenience": lenience,
         "shots": shots or None,
         "plain": plain or None,
         "compile": compile if compile is not Compile.off else None,
@@ -204,6 +207,7 @@ def evaluate(
             "branches": branches,
             "seeds": seeds,
             "lookup": lookup,
+            "lenience": lenience,
         },
     }
     for one, values in own.items():
