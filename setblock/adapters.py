@@ -141,7 +141,10 @@ def _to_train(adapted: Any) -> "PeftModel":
 
 @dataclass
 class Gate:
-    """Which tokens of the forward under way are noisy, [batch, length, 1]; None: none of them."""
+    """Which of the last tokens of the forward under way are noisy, [batch, last, 1].
+
+    None: none of them. With more than one row, all tokens are told of.
+    """
 
     noisy: torch.Tensor | None = None
 
@@ -167,9 +170,10 @@ class Addition(torch.nn.Module):
         hidden: Float[Tensor, "... hidden"],
         noisy: Bool[Tensor, "... 1"],
     ) -> Float[Tensor, "... width"]:
-        """`result`, to which the additions of noisy tokens were added in place."""
-        tokens, flat = hidden.reshape(-1, hidden.shape[-1]), result.view(-1, result.shape[-1])
+        """`result`, to which the additions of noisy tokens were added in place; see `Gate`."""
         kind, gate = self.down.dtype, noisy.reshape(-1, 1)
+        tokens = hidden.reshape(-1, hidden.shape[-1])[-len(gate) :]
+        flat = result.view(-1, result.shape[-1])[-len(gate) :]
         # For a few tokens loops of the compiler's are quicker than calls of a library's: for the
         # first, thin product, and in 16 bits for both.
         loops = torch.compiler.is_compiling() and hidden.device.type == "cpu"
@@ -246,7 +250,8 @@ def gated(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
         yield gate(network, layout)
         return
     noisy = layout.block != CLEAN
-    opened.noisy = noisy[..., None] if noisy.any() else None
+    first = int(noisy[0].int().argmax()) if len(noisy) == 1 else 0
+    opened.noisy = noisy[:, first:, None] if noisy.any() else None
     try:
         yield {}
     finally:

@@ -9,6 +9,8 @@ decoding says stays the model's own.
 Source: the sampler head of arXiv:2507.11851.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -46,7 +48,7 @@ class Chain(nn.Module):
     ) -> Float[Tensor, "slots candidates"]:
         """What to add to the candidates' logits. before, candidates: input embeddings."""
         direction = self.out(silu(context + self.before(_norm(before))))
-        return torch.einsum("sch,sh->sc", candidates.to(direction.dtype), direction).float()
+        return (candidates.to(direction.dtype) @ direction[..., None])[..., 0].float()
 
 
 def _norm(hidden: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
@@ -54,23 +56,31 @@ def _norm(hidden: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
 
 
 def candidates_of(
-    logits: Float[Tensor, "slots vocab"],
-) -> tuple[Float[Tensor, "slots candidates"], Int[Tensor, "slots candidates"]]:
+    logits: Float[Tensor, "... vocab"],
+) -> tuple[Float[Tensor, "... candidates"], Int[Tensor, "... candidates"]]:
     """(logits, ids) of each slot's likeliest tokens."""
     likeliest = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
     return likeliest.values, likeliest.indices
 
 
-def rescored(
+def joined(
     chain: Chain,
     embedding: nn.Module,
-    logits: Float[Tensor, "slots vocab"],
-    context: Float[Tensor, "slots width"],
-    before: Int[Tensor, " slots"],
-) -> Float[Tensor, "slots vocab"]:
-    """The slots' logits, given the tokens before them; -inf for all but their candidates."""
+    logits: Float[Tensor, "batch slots vocab"],
+    context: Float[Tensor, "batch slots width"],
+    before: Int[Tensor, " batch"],
+    pick: Callable[[Float[Tensor, "batch 1 vocab"], int], Int[Tensor, "batch 1"]],
+) -> Float[Tensor, "batch slots vocab"]:
+    """The slots' logits, each given the token in the slot before; -inf for all but its candidates.
+
+    before: the token before the first slot. pick: the token for a slot of these logits.
+    """
     values, ids = candidates_of(logits)
-    known = embedding(before)
-    scores = values + chain(context.to(known.dtype), known, embedding(ids))
-    # A mask token's own logit stays at -inf, were it ever a candidate.
-    return torch.full_like(logits, -torch.inf).scatter(-1, ids, scores)
+    words = embedding(ids)
+    context, rescored = context.to(words.dtype), torch.full_like(logits, -torch.inf)
+    for slot in range(logits.shape[1]):
+        scores = values[:, slot] + chain(context[:, slot], embedding(before), words[:, slot])
+        # A mask token's own logit stays at -inf, were it ever a candidate.
+        rescored[:, slot].scatter_(-1, ids[:, slot], scores)
+        before = pick(rescored[:, slot : slot + 1], slot)[:, 0]
+    return rescored

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from setblock.chain import rescored
+from setblock.chain import joined
 from setblock.decode import Rows, Settings
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
@@ -340,17 +340,15 @@ class BranchDrafts(VerifiedRows):
         context: Float[Tensor, "batch slots width"],
     ) -> Float[Tensor, "batch slots vocab"]:
         """The slots' logits by the model's chain, each given the token drafted before it."""
-        chain = self.model.chain
+        chain, places = self.model.chain, self._places(logits.shape[1])
         assert chain is not None
         before = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
-        embedding, places = self.model.network.get_input_embeddings(), self._places(logits.shape[1])
-        joined = []
-        for slot in range(logits.shape[1]):
-            scores = rescored(chain, embedding, logits[:, slot], context[:, slot], before)
-            joined.append(scores)
-            place = places[:, slot : slot + 1]
-            before = self.settings.sampler.pick(scores[:, None], self.rows, place)[:, 0]
-        return torch.stack(joined, dim=1)
+
+        def pick(scores: Tensor, slot: int) -> Tensor:
+            return self.settings.sampler.pick(scores, self.rows, places[:, slot : slot + 1])
+
+        embedding = self.model.network.get_input_embeddings()
+        return joined(chain, embedding, logits, context, before, pick)
 
     def _look_up(self) -> None:
         """Copy what followed the text's last tokens before, where that promises more.

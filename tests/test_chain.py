@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from trainers import MASK, network
 from trainings import one_line, train
 
-from setblock import adapters, chain, verified
-from setblock.chain import Chain, rescored
+from setblock import adapters, chain
+from setblock.chain import Chain, joined
 from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
 from setblock.loading import ModelError
@@ -51,30 +51,38 @@ def chained(width=8):
     return made
 
 
+def likeliest(scores, slot):
+    return scores.argmax(dim=-1)
+
+
 def test_a_new_chain_changes_no_order():
     torch.manual_seed(0)
     fresh, embedding = Chain(6, 4), torch.nn.Embedding(200, 6)
-    logits = torch.randn(3, 200)
-    context = fresh.context(torch.randn(3, 6))
-    found = rescored(fresh, embedding, logits, context, torch.tensor([0, 7, 199]))
-    assert (found.isfinite().sum(dim=1) == chain.CANDIDATES).all()
-    likeliest = logits.topk(chain.CANDIDATES)
-    assert torch.equal(found.topk(chain.CANDIDATES).indices, likeliest.indices)
-    assert torch.equal(found.topk(chain.CANDIDATES).values, likeliest.values)
+    logits = torch.randn(3, 2, 200)
+    context = fresh.context(torch.randn(3, 2, 6))
+    found = joined(fresh, embedding, logits, context, torch.tensor([0, 7, 199]), likeliest)
+    assert (found.isfinite().sum(dim=-1) == chain.CANDIDATES).all()
+    best = logits.topk(chain.CANDIDATES)
+    assert torch.equal(found.topk(chain.CANDIDATES).indices, best.indices)
+    assert torch.equal(found.topk(chain.CANDIDATES).values, best.values)
 
 
 def test_scores_depend_on_the_token_before_and_on_the_slot():
     made, embedding = random_chain(), torch.nn.Embedding(9, 6)
-    logits = torch.randn(1, 9)
-    logits[0, 2] = -torch.inf  # as a mask token's
+    logits = torch.randn(1, 2, 9)
+    logits[0, :, 2] = -torch.inf  # as a mask token's
     seen = []
-    for hidden, before in ((1.0, 3), (1.0, 4), (-1.0, 3)):
-        context = made.context(torch.linspace(-1, hidden, 6)[None])
-        found = rescored(made, embedding, logits, context, torch.tensor([before]))
-        assert found[0, 2] == -torch.inf
-        seen.append(found)
-    assert not torch.allclose(seen[0], seen[1])
-    assert not torch.allclose(seen[0], seen[2])
+    for hidden, before, picked in ((1.0, 3, 5), (1.0, 4, 5), (-1.0, 3, 5), (1.0, 3, 6)):
+        context = made.context(torch.linspace(-1, hidden, 6).expand(1, 2, 6))
+        words = {0: torch.tensor([[picked]]), 1: torch.tensor([[0]])}
+        pick = lambda scores, slot, words=words: words[slot]  # noqa: E731
+        found = joined(made, embedding, logits, context, torch.tensor([before]), pick)[0]
+        assert (found[:, 2] == -torch.inf).all()
+        seen.append(found[:, torch.arange(9) != 2])
+    assert not torch.allclose(seen[0][0], seen[1][0])
+    assert not torch.allclose(seen[0][0], seen[2][0])
+    assert torch.equal(seen[0][0], seen[3][0])
+    assert not torch.allclose(seen[0][1], seen[3][1]), "the second slot knows the first's token"
 
 
 @pytest.mark.parametrize("chunk_size", [3, 1000])
@@ -262,21 +270,13 @@ def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatc
     options: dict[str, Any] = {"mode": "verified", "block_size": 4, "branches": 4}
     options |= {"max_new_tokens": 24, "ignore_eos": True}
     [before] = generate(model, [PROMPTS[0]], **options)
-    places = iter(())
 
-    def knowing(made, embedding, logits, context, word):
-        return torch.nn.functional.one_hot(torch.tensor([next(places)]), logits.shape[-1]).float()
-
-    joined = BranchDrafts._joined
-
-    def told(self, logits, context):
-        nonlocal places
+    def knowing(self, logits, context):
         first = int(self.start[0]) - len(PROMPTS[0])
-        places = iter([*exact.token_ids[first:], *[5] * 4])
-        return joined(self, logits, context)
+        known = torch.tensor([*exact.token_ids[first:], *[5] * 4][: logits.shape[1]])
+        return torch.nn.functional.one_hot(known, logits.shape[-1]).float()[None]
 
-    monkeypatch.setattr(verified, "rescored", knowing)
-    monkeypatch.setattr(BranchDrafts, "_joined", told)
+    monkeypatch.setattr(BranchDrafts, "_joined", knowing)
     [after] = generate(model, [PROMPTS[0]], **options)
     assert after.token_ids == exact.token_ids == before.token_ids
     assert after.nfe == 1 + -(-23 // 4) < before.nfe, "four tokens a forward, after the first"
