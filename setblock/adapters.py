@@ -251,7 +251,8 @@ def gated(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
         return
     noisy = layout.block != CLEAN
     first = int(noisy[0].int().argmax()) if len(noisy) == 1 else 0
-    opened.noisy = noisy[:, first:, None] if noisy.any() else None
+    # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
+    opened.noisy = noisy[:, first:, None].clone() if noisy.any() else None
     try:
         yield {}
     finally:
