@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import gated_adapter
 from peft import LoraConfig, get_peft_model
 from trainers import MASK, SIZES, config, network, samples, tokenizer
 from trainers import trainer as plain_trainer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from setblock import adapters, objective
+from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout, decoding_layout
 from setblock.train import SBDTrainer
 
@@ -254,3 +256,16 @@ def test_lora_learns_as_eq_14_says(tmp_path):
         assert low_rank.state.log_history[0][name] == pytest.approx(
             whole.state.log_history[0][name], abs=1e-5
         )
+
+
+def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path)
+    network: Any = load(tmp_path).network
+    position = torch.arange(5).expand(2, -1)
+    layout = decoding_layout(position, torch.tensor([2, 4]), torch.tensor([5, 5]))
+    both = [[False, False, True, True, True], [False] * 4 + [True]]
+    for rows, told in ((layout, both), (layout.map(lambda part: part[:1]), [both[0][2:]])):
+        with adapters.gated(network, rows):
+            assert network.setblock_gate.noisy[..., 0].tolist() == told
+    with adapters.gated(network, decoding_layout(position[:1], *[torch.tensor([5])] * 2)):
+        assert network.setblock_gate.noisy is None
