@@ -176,8 +176,9 @@ class Addition(torch.nn.Module):
         flat = result.view(-1, result.shape[-1])[-len(gate) :]
         # For a few tokens loops of the compiler's are quicker than calls of a library's: for the
         # first, thin product, and in 16 bits for both.
-        loops = torch.compiler.is_compiling() and hidden.device.type == "cpu"
-        if loops and kind.itemsize < 4 and len(tokens) <= FEW:
+        compiling = torch.compiler.is_compiling() and hidden.device.type == "cpu"
+        loops = compiling and len(tokens) <= FEW
+        if loops and kind.itemsize < 4:
             thin = torch.where(gate, (tokens[:, :, None].float() * self.down).sum(dim=1), 0.0)
             flat += (thin[:, :, None] * self.up).sum(dim=1)
             return result

@@ -53,9 +53,9 @@ class Settings:
     lookup: of draft "branches": tokens at most of a draft that is copied from behind an earlier
         place of the text's last tokens, where that promises more than the model's own; 0 is never.
         Blocks of one token have no other draft.
-    lenience: mode "verified": a drafted token is accepted as well if its probability is at least
-        this share of that of next-token decoding's token; 1 is lossless, less is not. See
-        verified.VerifiedRows._said.
+    lenience: mode "verified": a drafted token is accepted as well if its probability, with
+        sampling's noise if any, is at least this share of that of next-token decoding's token; 1 is
+        lossless, less is not. See verified.VerifiedRows._said.
     """
 
     mode: str
@@ -106,6 +106,11 @@ class Settings:
         ):
             raise ValueError(
                 f"lenience must be a number in (0, 1], where 1 is lossless, got {self.lenience!r}"
+            )
+        if self.lenience != 1 and self.mode == "verified" and self.block_size == 1:
+            raise ValueError(
+                "lenience is for a model's own drafts, of which blocks of one token have none, got "
+                f"{self.lenience!r} with block_size 1"
             )
         for mode, names in OWN_OPTIONS.items():
             for name in names if self.mode != mode else ():

@@ -207,7 +207,7 @@ def entropy(logits: Logits) -> Score:
     probability = logits.float().softmax(-1)
     # torch.special.entr says the same, three times as slowly on a CPU.
     nats = probability.clamp(min=torch.finfo(torch.float32).tiny).log_().mul_(probability)
-    return (-nats.sum(-1)).clamp(min=0)
+    return (0 - nats.sum(-1)).clamp(min=0)
 
 
 def confidence(logits: Logits) -> Score:

@@ -106,8 +106,8 @@ class VerifiedRows(Rows):
 
         With lenience l a drafted token takes the place of another if its probability, sampling's
         temperature and noise included, is at least l times that one's. Two things stay as they are:
-        where either of the two ends the text, and drafts that were copied: those are nearly right
-        wherever a text could repeat itself, and it would.
+        where either of the two is an end token, and drafts that were copied: those are nearly right
+        wherever a text could repeat itself, and it would. Stop texts are found in what was said.
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1

@@ -85,6 +85,10 @@ SHORT = ["--max-new-tokens", "8"]
             ["--prompt", "a", "--mode", "verified", "--lenience", "0"],
             "lenience must be a number in (0, 1], where 1 is lossless, got 0",
         ),
+        (
+            ["--prompt", "a", "--mode", "verified", "--block-size", "1", "--lenience", "0.5"],
+            "lenience is for a model's own drafts, of which blocks of one token have none, got 0.5",
+        ),
         (["--prompt", "a", "--mode", "sbd", "--draft", "solver"], "draft is for mode verified"),
         (["--prompt", "a", "--mode", "verified", "--draft", "x"], "Invalid value for '--draft'"),
         (

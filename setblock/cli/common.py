@@ -91,8 +91,8 @@ ModeOption = Annotated[
     Mode | None,
     typer.Option(
         help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
-        "ntp (in float32; rounding in bfloat16 can change some). Default: the checkpoint's, else "
-        "sbd."
+        "ntp (in float32; rounding in bfloat16 can change some, --lenience below 1 does). "
+        "Default: the checkpoint's, else sbd."
     ),
 ]
 SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
@@ -153,8 +153,9 @@ LookupOption = Annotated[
     ),
 ]
 LENIENCE_HELP = (
-    "Mode verified: accept a drafted token as well if its probability is at least this share of "
-    "that of the token that ntp says: fewer forwards, and no longer exactly the tokens of ntp."
+    "Mode verified: accept a drafted token as well if its probability, with sampling's noise if "
+    "any, is at least this share of that of the token that ntp says: fewer forwards, and no longer "
+    "exactly the tokens of ntp."
 )
 LenienceOption = Annotated[
     float | None, typer.Option(help=f"{LENIENCE_HELP} Default: 1, exactly those.")
