@@ -493,6 +493,8 @@ def test_vllm_takes_part_where_it_is_installed(run, trained, fake_vllm):
     record = run("benchmark", trained, *few, "--no-vllm", "--lenience", "0.5").json
     assert record["request"]["lenience"] == [0.5]
     assert record["results"][3]["contender"] == "verified lenience=0.5"
+    few += ["--no-vllm", "--lenience", "0.5", "--block-size", "4", "--block-size", "1"]
+    assert "got 0.5 with block_size 1" in run("benchmark", trained, *few).error
     assert [line["contender"] for line in record["results"]][-1] == "transformers-lookup"
     assert "vllm" not in record
 

@@ -147,7 +147,8 @@ def benchmark(
     }
     size = max(wide)
     for one in lenience or ():
-        settings_for(model, mode="verified", lenience=one)
+        for each in block_size or [None]:
+            settings_for(model, mode="verified", lenience=one, block_size=each)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
     room = model.context_length
