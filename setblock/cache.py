@@ -8,8 +8,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from setblock.masks import CLEAN, PADDING, Layout
+
+# What a network's forward calls its cache: transformers has a new name for it since 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
 
 
 class Memory:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from setblock import adapters, attention, graphs, machines, mask_token, packed, roofline
-from setblock.cache import PrefixCache
+from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
@@ -244,7 +244,7 @@ class Model:
             "input_ids": tokens,
             "position_ids": position,
             "attention_mask": mask,
-            "past_key_values": cache,
+            CACHE: cache,
             "use_cache": cache is not None,
             **told,
         }
@@ -342,7 +342,7 @@ def check_architecture(config: PretrainedConfig) -> None:
     """Refuse what can't run under our masks, before any weights are read."""
     network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     refused = [setting for setting in REFUSED_SETTINGS if getattr(config, setting, None)]
-    needed = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
+    needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
     if config.is_encoder_decoder:
         problem = "is an encoder-decoder"
     elif config.get_text_config() is not config:

@@ -61,7 +61,7 @@ class Served:
             *(signature(f).parameters for f in takers)
         )
 
-    def get_gen_models(self) -> list[dict[str, Any]]:
+    def list_models(self) -> list[dict[str, Any]]:
         """What /v1/models lists."""
         return [
             {
@@ -72,6 +72,8 @@ class Served:
                 "max_model_len": self.model.context_length,
             }
         ]
+
+    get_gen_models = list_models  # its name in transformers below 5.24
 
     def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
         return Modality.LLM

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import DynamicCache
 
 from setblock.adapters import chain_of, gate, half, has_halves, is_gated
+from setblock.cache import CACHE
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
 from setblock.model import attention_mask
@@ -111,15 +112,15 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
             input_ids=view.tokens[:, :first],
             position_ids=clean.position,
             attention_mask=_mask(view, network, clean, clean),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: cache},
         )
     return {
         "input_ids": view.tokens[:, first:],
         "position_ids": noisy.position,
         "attention_mask": _mask(view, network, noisy, layout),
-        "past_key_values": cache,
+        CACHE: cache,
         "use_cache": True,
         **gate(network, noisy),
     }
