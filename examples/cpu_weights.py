@@ -3,12 +3,12 @@
     python examples/cpu_weights.py --out benchmarks/records/cpu-weights.json
 
 All linear layers of a model's shape with random weights, one after the other as a forward runs
-them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN
-(`--pack`), and in 8 bits by torch's own kernels: the weights alone, or activations too, rounded by
-a scale of each token's own, or by one for all tokens of a forward. With the last one verified
-decoding could not keep its text: a token's logits would depend on the others. Attention, norms and
-Python between layers have no part in it. All kinds take turns, so that a machine that slows down
-slows all of them; medians.
+them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN or,
+in float32, for MKL (`--pack` takes the latter on Intel's processors), and in 8 bits by torch's own
+kernels: the weights alone, or activations too, rounded by a scale of each token's own, or by one
+for all tokens of a forward. With the last one verified decoding could not keep its text: a token's
+logits would depend on the others. Attention, norms and Python between layers have no part in it.
+All kinds take turns, so that a machine that slows down slows all of them; medians.
 """
 
 import statistics
@@ -36,10 +36,12 @@ def plain(weight: Tensor) -> Layer:
     return lambda tokens: linear(tokens, weight)
 
 
-def laid_out(weight: Tensor) -> Layer:
-    layer = torch.nn.Linear(*weight.T.shape, bias=False, dtype=weight.dtype)
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return packed.PackedLinear(layer)
+def one_dnn(weight: Tensor) -> Layer:
+    return packed.OneDNN(weight, None)
+
+
+def mkl(weight: Tensor) -> Layer:
+    return packed.MKL(weight, None)
 
 
 def eight_bits(weight: Tensor) -> Layer:
@@ -71,9 +73,10 @@ def eight_bits_all(weight: Tensor) -> Layer:
 
 KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
     "float32": (torch.float32, plain),
-    "float32, packed": (torch.float32, laid_out),
+    "float32, oneDNN": (torch.float32, one_dnn),
+    "float32, MKL": (torch.float32, mkl),
     "bfloat16": (torch.bfloat16, plain),
-    "bfloat16, packed": (torch.bfloat16, laid_out),
+    "bfloat16, oneDNN": (torch.bfloat16, one_dnn),
     "8 bits, weights": (torch.bfloat16, eight_bits),
     "8 bits, each token too": (torch.float32, eight_bits_by_token),
     "8 bits, all tokens too": (torch.float32, eight_bits_all),
@@ -134,7 +137,9 @@ def main(
 ) -> None:
     """Measure the linear layers of a forward."""
     warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # will be removed
-    if why := packed.missing(torch.device("cpu"), torch.bfloat16):
+    why = packed.missing(torch.device("cpu"), torch.bfloat16)
+    why = why or (None if torch.backends.mkl.is_available() else "this torch is built without MKL")
+    if why:
         raise typer.BadParameter(f"nothing to compare here: {why}")
     record = new_record()
     record |= {"model": model, "repeats": repeats}

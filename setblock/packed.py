@@ -1,35 +1,40 @@
-"""Linear layers on a CPU whose weights are laid out once, in the order that oneDNN computes in.
+"""Linear layers on a CPU whose weights are laid out once, in the order that its kernels compute in.
 
 torch keeps a linear layer's weights row by row, and products of one or a few tokens then run at a
 part of the memory's speed. Laid out beforehand they are read in order; the products are the same
-but for the order of their sums.
+but for the order of their sums. The kernels are those of MKL for 32 bits on Intel's processors,
+and oneDNN's for all else (examples/cpu_weights.py times both).
 """
 
 import itertools
 import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-HINT = 16  # tokens that the layout is chosen for
+# Tokens that the layout is chosen for. MKL's for many is no slower for one.
+HINT = {"mkl": 256, "onednn": 16}
 # Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
 SMALLEST = 2**17
 
-# torch.compile takes no tensor of oneDNN's layout, but a number, under which it is found again.
+# torch.compile takes no tensor of these layouts, but a number, under which the product is found.
 _numbers = itertools.count()
-_weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_products: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
 
 _library = torch.library.Library("setblock", "DEF")
-_library.define("linear(Tensor hidden, int number, int width, Tensor? bias) -> Tensor")
+_library.define("linear(Tensor hidden, int number, int width) -> Tensor")
 
 
-def _linear(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(hidden, _weights[number], bias, "none", [], "")
+def _linear(hidden: Tensor, number: int, width: int) -> Tensor:
+    return _products[number](hidden)
 
 
-def _shape(hidden: Tensor, number: int, width: int, bias: Tensor | None) -> Tensor:
+def _shape(hidden: Tensor, number: int, width: int) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], width)
 
 
@@ -37,31 +42,67 @@ _library.impl("linear", _linear, "CPU")
 torch.library.register_fake("setblock::linear", _shape)
 
 
+class OneDNN:
+    """Products with a weight, [width, hidden], laid out by oneDNN."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        # Not at import: a torch without oneDNN has no such operations.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT["onednn"])
+        self.bias, self.product = bias, torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.product(hidden, self.weight, self.bias, "none", [], "")
+
+
+class MKL:
+    """Products with a weight, [width, hidden], of 32 bits, laid out by MKL."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkl._mkl_reorder_linear_weight(weight, HINT["mkl"])
+        self.bias, self.product = bias, torch.ops.mkl._mkl_linear.default
+        self.shape = weight.new_empty(1).expand_as(weight)  # all that is read of the old weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        # torch takes the laid out weight if told the number of tokens that there are.
+        tokens = hidden.numel() // hidden.shape[-1]
+        return self.product(hidden, self.weight, self.shape, self.bias, tokens)
+
+
 class PackedLinear(torch.nn.Module):
     """A linear layer that only decodes: it has no gradients and can't be saved."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
-        self.width, self.bias = layer.out_features, layer.bias
+        self.width = layer.out_features
         weight = layer.weight.detach()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
-        # Not at import: a torch without oneDNN has no such operation.
-        self.product = torch.ops.mkldnn._linear_pointwise.default
+        kind = MKL if weight.dtype == torch.float32 and intel() else OneDNN
+        self.product = kind(weight, layer.bias)
         self.number = next(_numbers)
-        _weights[self.number] = self.weight
+        _products[self.number] = self.product
 
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise RuntimeError("packed weights have no gradients: load the model with pack=False")
         if torch.compiler.is_compiling():
-            return torch.ops.setblock.linear(hidden, self.number, self.width, self.bias)
-        return self.product(hidden, self.weight, self.bias, "none", [], "")
+            return torch.ops.setblock.linear(hidden, self.number, self.width)
+        return self.product(hidden)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         raise RuntimeError("packed weights can't be copied: load the model with pack=False")
 
     def _save_to_state_dict(self, *words: Any, **given: Any) -> None:
         raise RuntimeError("packed weights can't be saved: load the model with pack=False")
+
+
+@cache
+def intel() -> bool:
+    """Whether MKL is here on a processor of its own maker's, as Linux tells."""
+    processor = Path("/proc/cpuinfo")
+    return (
+        torch.backends.mkl.is_available()
+        and processor.exists()
+        and "GenuineIntel" in processor.read_text()
+    )
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:

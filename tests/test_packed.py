@@ -1,4 +1,4 @@
-"""Linear layers laid out for oneDNN: the same products, with and without torch.compile."""
+"""Linear layers laid out for MKL or oneDNN: the same products, with and without torch.compile."""
 
 import copy
 import subprocess
@@ -29,24 +29,62 @@ def small_layers_too(monkeypatch):
     monkeypatch.setattr(packed, "SMALLEST", 0)
 
 
+@pytest.fixture(params=[True, False], ids=["Intel", "other"])
+def intel(request, monkeypatch):
+    """Whether the processor is taken for one of Intel's."""
+    if request.param and not torch.backends.mkl.is_available():
+        pytest.skip("this torch is built without MKL")
+    monkeypatch.setattr(packed, "intel", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 16), (3, 5), (2, 300)])
-def test_products_are_the_same(shape, bias, dtype):
+def test_products_are_the_same(shape, bias, dtype, intel):
     if packed.missing(torch.device("cpu"), dtype):
         pytest.skip("no kernels for this type here")
     torch.manual_seed(0)
     layer = torch.nn.Linear(48, 33, bias=bias, dtype=dtype)
     hidden = torch.randn(*shape, 48, dtype=dtype)
+    found = PackedLinear(layer)
+    kind = packed.MKL if intel and dtype == torch.float32 else packed.OneDNN
+    assert type(found.product) is kind
     with torch.no_grad():
-        expected, found = layer(hidden), PackedLinear(layer)(hidden)
+        expected, found = layer(hidden), found(hidden)
     assert found.shape == expected.shape
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
+@pytest.mark.parametrize("count", [1, 2, 7, 64, packed.HINT["mkl"], packed.HINT["mkl"] + 1, 700])
+def test_mkl_takes_any_number_of_tokens(count):
+    """Its layout is chosen for one number, and torch is told another: the products are right."""
+    torch.manual_seed(0)
+    weight, bias, hidden = torch.randn(700, 333), torch.randn(700), torch.randn(count, 333)
+    exact = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double())
+    torch.testing.assert_close(
+        packed.MKL(weight, bias)(hidden), exact.float(), atol=3e-4, rtol=1e-5
+    )
+
+
+def test_mkl_is_for_intels_processors(monkeypatch, tmp_path):
+    told = tmp_path / "cpuinfo"
+    monkeypatch.setattr(packed, "Path", lambda name: told)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    asked = packed.intel.__wrapped__
+    assert not asked(), "not Linux"
+    told.write_text("processor : 0\nvendor_id : AuthenticAMD\n")
+    assert not asked()
+    told.write_text("processor : 0\nvendor_id : GenuineIntel\n")
+    assert asked()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not asked()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_tokens_are_the_same(checkpoint, kind):
+def test_tokens_are_the_same(checkpoint, kind, intel):
     plain, laid_out = (load(checkpoint(kind), device="cpu", pack=pack) for pack in (False, True))
     assert (plain.packed, laid_out.packed) == (False, True)
     kept = [type(layer) for layer in laid_out.network.modules()]
@@ -126,9 +164,9 @@ def test_small_layers_are_left_alone(monkeypatch):
 def test_weights_are_let_go():
     layer = PackedLinear(torch.nn.Linear(4, 4))
     number = layer.number
-    assert number in packed._weights
+    assert number in packed._products
     del layer
-    assert number not in packed._weights
+    assert number not in packed._products
 
 
 def test_old_weights_are_let_go_one_by_one(monkeypatch):
@@ -150,7 +188,7 @@ def test_old_weights_are_let_go_one_by_one(monkeypatch):
 
 def test_a_torch_without_onednn_imports_the_package():
     """As on a Mac: it has none of the operations."""
-    code = "import torch; torch.ops.mkldnn = object(); import setblock; print(setblock.load)"
+    code = "import torch; torch.ops.mkldnn = torch.ops.mkl = object(); import setblock.packed"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
