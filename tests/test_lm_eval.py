@@ -81,13 +81,20 @@ def test_verified_answers_are_the_next_token_ones(folder, tasks, batch_size):
     assert found["tokens_per_forward"] == found["tokens"] / found["nfe"] >= 1
 
 
-def test_block_answers_are_ours(folder, tasks):
-    options: Any = {"mode": "sbd", "solver": "fixed:2", "block_size": 6}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "sbd", "solver": "fixed:2", "block_size": 6},
+        {"mode": "verified", "block_size": 6, "branches": 1, "lookup": 3, "lenience": 0.01},
+    ],
+)
+def test_block_answers_are_ours(folder, tasks, options: Any):
     results = evaluate(SetBlockLM(str(folder), **options, batch_size=2), tasks, "echo")
     expected = generate(load(folder), PROMPTS, **options, max_new_tokens=12, stop=UNTIL)
     texts = {one["doc"]["prompt"]: one["resps"][0][0] for one in results["samples"]["echo"]}
     assert [texts[prompt] for prompt in PROMPTS] == [one.text for one in expected]
     found = results["config"]["setblock"]
+    assert options.items() <= found.items()
     assert found["tokens"] == sum(one.num_tokens for one in expected)
     assert found["nfe"] == sum(one.nfe for one in expected)
 
