@@ -188,7 +188,10 @@ def test_old_weights_are_let_go_one_by_one(monkeypatch):
 
 def test_a_torch_without_onednn_imports_the_package():
     """As on a Mac: it has none of the operations."""
-    code = "import torch; torch.ops.mkldnn = torch.ops.mkl = object(); import setblock.packed"
+    code = (
+        "import torch; torch.ops.mkldnn = torch.ops.mkl = object();"
+        "import setblock, setblock.packed; print(setblock.load)"
+    )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
