@@ -17,8 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# Tokens that the layout is chosen for. MKL's for many is no slower for one.
-HINT = {"mkl": 256, "onednn": 16}
 # Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
 SMALLEST = 2**17
 
@@ -45,9 +43,11 @@ torch.library.register_fake("setblock::linear", _shape)
 class OneDNN:
     """Products with a weight, [width, hidden], laid out by oneDNN."""
 
+    HINT = 16  # tokens that the layout is chosen for
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         # Not at import: a torch without oneDNN has no such operations.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, HINT["onednn"])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.HINT)
         self.bias, self.product = bias, torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -57,8 +57,10 @@ class OneDNN:
 class MKL:
     """Products with a weight, [width, hidden], of 32 bits, laid out by MKL."""
 
+    HINT = 256  # tokens that the layout is chosen for, which makes it no slower for one
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkl._mkl_reorder_linear_weight(weight, HINT["mkl"])
+        self.weight = torch.ops.mkl._mkl_reorder_linear_weight(weight, self.HINT)
         self.bias, self.product = bias, torch.ops.mkl._mkl_linear.default
         self.shape = weight.new_empty(1).expand_as(weight)  # all that is read of the old weight
 

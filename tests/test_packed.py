@@ -58,7 +58,7 @@ def test_products_are_the_same(shape, bias, dtype, intel):
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
-@pytest.mark.parametrize("count", [1, 2, 7, 64, packed.HINT["mkl"], packed.HINT["mkl"] + 1, 700])
+@pytest.mark.parametrize("count", [1, 2, 7, 64, packed.MKL.HINT, packed.MKL.HINT + 1, 700])
 def test_mkl_takes_any_number_of_tokens(count):
     """Its layout is chosen for one number, and torch is told another: the products are right."""
     torch.manual_seed(0)
