@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints, no_type_check
@@ -185,7 +186,13 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         args=[*words, *arguments], return_remaining_strings=True
     )
     if unknown:
-        raise ValueError(f"unknown training option {unknown[0]!r}: not a field of SFTConfig")
+        known = [field.name for kind in (Run, SBDConfig) for field in fields(kind)]
+        asked = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        near = [f"--{name.replace('_', '-')}" for name in get_close_matches(asked, known)]
+        raise ValueError(
+            f"unknown training option {unknown[0]!r}: not a field of SFTConfig"
+            + (f"; did you mean {' or '.join(near)}?" if near else "")
+        )
     probes = run.eval_data is not None or run.decode_every
     # transformers gave the field another name and keeps the old one as an alias.
     recomputing = getattr(config, "activation_checkpointing", config.gradient_checkpointing)
