@@ -38,7 +38,7 @@ def regenerate(
     Raises: ValueError for a file that belongs to other rows, and if all answers are empty.
     """
     prompts = prompts_of(model, rows)  # of those known already not: a template may tell the date
-    how = {"model": lasting(model.name), "max_new_tokens": max_new_tokens}
+    how = {"model": lasting(model.author), "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
     if file.exists():
         for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):

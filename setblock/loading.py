@@ -120,6 +120,7 @@ def _load(
     settings["mask_token_id"] = base.mask_token_id
     model = Model(network, base.tokenizer, name, settings=settings)
     model.adapted = True
+    model.author = base_name if model.gated else name
     return model
 
 

@@ -118,6 +118,7 @@ class Model:
             network.set_attn_implementation(attention.NAME)  # the same, without its copies
         self.gated = adapters.is_gated(network)
         self.adapted = False  # whether load() put an adapter on
+        self.author = name  # whose next-token text it writes: of a gated adapter the base
         settings = checked_settings(settings or {})
         self.network, self.tokenizer, self.name = network.eval(), tokenizer, name
         generation: Any = network.generation_config

@@ -65,7 +65,7 @@ def write_prompts(
     another model, seed, temperature or top_p.
     """
     _check(model, count, sampling, batch_size)
-    how = {"model": lasting(model.name), "seed": sampling.seed}
+    how = {"model": lasting(model.author), "seed": sampling.seed}
     how |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
     lines, known = _read(file, how)
     number = len(known)

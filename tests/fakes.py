@@ -74,6 +74,7 @@ class TableModel(Model):
         assert next_token.shape == (self.context_length, self.vocab_size, self.vocab_size)
         assert self.vocab_size <= 3 + len(LETTERS)
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
+        self.author = self.name
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.adapted = self.packed = False
         self.chain = self._compiled = None

@@ -227,6 +227,28 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
         answers.regenerate(model, rows, file, 40, 2)
 
 
+@pytest.mark.parametrize(("method", "whose"), [("gated", "base"), ("lora", "adapter")])
+def test_answers_of_a_base_are_those_of_a_gated_adapter_on_it(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, method, whose
+) -> None:
+    """What was answered for the base may be copied into the folder of a run that goes on."""
+    base = ending(checkpoint("llama", mask_token="<mask>"), tmp_path / "base")
+    words = ("--data", rows, "--answers", "model", "--answer-tokens", "40", "--method", method)
+    words += (*QUICK.split(), "--lora-rank", "4", "--max-steps", "1")
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(monkeypatch, capsys, "--model", base, "--output-dir", first, *words)
+    assert load(first).author == str({"base": base, "adapter": first}[whose])
+    (second / "_run").mkdir(parents=True)
+    shutil.copy(first / "_run" / "answers.jsonl", second / "_run")
+    monkeypatch.setattr("setblock.answers.stream", lambda *_, **__: [None])  # no answer of any use
+    if whose == "base":
+        train(monkeypatch, capsys, "--model", first, "--output-dir", second, *words)
+    else:
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "train", "--model", first, "--output-dir", second, *words)
+        assert "answers of another run: model of answer" in one_line(capsys)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stop_while_the_model_answers_says_how_to_go_on(
     checkpoint, rows, tmp_path, monkeypatch, capsys, name
