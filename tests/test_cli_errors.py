@@ -168,6 +168,25 @@ def test_help(run, words):
     assert "Usage: setblock" in result.out
 
 
+def test_help_is_as_wide_as_the_terminal(run, monkeypatch):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 70)
+    shown = run("tune", "--help").out
+    lines = [line.strip() for line in shown.partition("Arguments")[0].splitlines()]
+    paragraph = lines[
+        lines.index("Verified decoding in float32 needs no proof: its text is that of") :
+    ]
+    assert all(len(line) > 50 for line in paragraph[: paragraph.index("") - 1])
+
+
+def test_help_has_its_options_in_parts(run):
+    shown = run("generate", "--help").out
+    parts = ["Options", "Decoding", "Decoding in mode sbd", "Decoding in mode verified", "Sampling"]
+    options = ["--chat", "--solver", "--fallback", "--branches", "--temperature"]
+    for part, option in zip(parts, options, strict=True):
+        begin = shown.index(f"─ {part} ─")
+        assert option in shown[begin : shown.index("╰", begin)]
+
+
 # Errors: disk and interrupts
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import inspect
 import sys
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from setblock.cli import (
     tuning,
 )
 from setblock.cli.common import app, fail
+
+# A docstring's lines are as long as the code's; a paragraph of help is as wide as the terminal.
+for command in app.registered_commands:
+    paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 
 __all__ = [
     "answering",

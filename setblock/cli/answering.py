@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
+    DECODING,
+    SAMPLING,
     BlockSizeOption,
     BranchesOption,
     Compile,
@@ -68,16 +70,22 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
     mode: ModeOption = None,
-    mask_token_id: MaskTokenOption = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this mass.")
+        float,
+        typer.Option(
+            help="Sample from the likeliest tokens of this mass.", rich_help_panel=SAMPLING
+        ),
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the sampling noise.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many tokens; 0 is all.", rich_help_panel=SAMPLING)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampling noise.", rich_help_panel=SAMPLING)] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,
@@ -91,6 +99,7 @@ def generate(
     seeds: SeedsOption = None,
     lookup: LookupOption = None,
     lenience: LenienceOption = None,
+    mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     compile: CompileOption = Compile.off,
@@ -242,7 +251,10 @@ def demo(
     ] = None,
     mode: Annotated[
         list[Mode] | None,
-        typer.Option(help="May be given again. Default: ntp and the model's own, or sbd."),
+        typer.Option(
+            help="May be given again. Default: ntp and the model's own, or sbd.",
+            rich_help_panel=DECODING,
+        ),
     ] = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,

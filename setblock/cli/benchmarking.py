@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
+    DECODING,
     LENIENCE_HELP,
     SOLVERS_HELP,
+    VERIFIED,
     BlockSizeOption,
     Compile,
     CompileOption,
@@ -78,16 +80,21 @@ def benchmark(
         ),
     ] = None,
     solver: Annotated[
-        list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
+        list[str] | None,
+        typer.Option(help=f"May be given again. {SOLVERS_HELP}", rich_help_panel=DECODING),
     ] = None,
     block_size: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a block; again for more. Default: the checkpoint's."),
+        typer.Option(
+            help="Tokens of a block; again for more. Default: the checkpoint's.",
+            rich_help_panel=DECODING,
+        ),
     ] = None,
     lenience: Annotated[
         list[float] | None,
         typer.Option(
             help=f"May be given again, for one more contender each. {LENIENCE_HELP}",
+            rich_help_panel=VERIFIED,
         ),
     ] = None,
     mask_token_id: MaskTokenOption = None,
@@ -235,7 +242,8 @@ def profile(
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 64,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 2,
     mode: Annotated[
-        list[Mode] | None, typer.Option(help="May be given again. Default: all three.")
+        list[Mode] | None,
+        typer.Option(help="May be given again. Default: all three.", rich_help_panel=DECODING),
     ] = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,

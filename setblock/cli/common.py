@@ -69,6 +69,10 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+# Parts of a long --help; what stands in none is printed first.
+DECODING, SBD, VERIFIED = "Decoding", "Decoding in mode sbd", "Decoding in mode verified"
+SAMPLING, MACHINE = "Sampling", "Model and machine"
+
 SOLVERS_HELP = (
     "Which masked positions each forward reveals: entropy:GAMMA (the paper's), "
     "confidence-bound:GAMMA, margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, "
@@ -85,89 +89,106 @@ ModelName = Annotated[
 ]
 MaskTokenOption = Annotated[
     int | None,
-    typer.Option("--mask-token-id", help="Mask token to use instead of the one `info` shows."),
+    typer.Option(
+        "--mask-token-id",
+        help="Mask token to use instead of the one `info` shows.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 ModeOption = Annotated[
     Mode | None,
     typer.Option(
         help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
         "ntp (in float32; rounding in bfloat16 can change some, --lenience below 1 does). "
-        "Default: the checkpoint's, else sbd."
+        "Default: the checkpoint's, else sbd.",
+        rich_help_panel=DECODING,
     ),
 ]
-SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP)]
+SolverOption = Annotated[str | None, typer.Option(help=SOLVERS_HELP, rich_help_panel=DECODING)]
 BlockSizeOption = Annotated[
     int | None,
     typer.Option(
         help="Tokens of a block. Default: the checkpoint's, else 16. Mode verified: what `tune` "
         "wrote, else the length, up to that one, that is quickest by arithmetic; with --draft "
-        "solver that one."
+        "solver that one.",
+        rich_help_panel=DECODING,
     ),
 ]
 SeedFirstOption = Annotated[
     bool,
     typer.Option(
         "--next-token-seed",
-        help="Mode sbd: begin each block with the token that next-token decoding has there. It "
+        help="Begin each block with the token that next-token decoding has there. It "
         "takes no forward of its own.",
+        rich_help_panel=SBD,
     ),
 ]
 FallbackOption = Annotated[
     float | None,
     typer.Option(
-        help="Mode sbd: once every masked position of a block has an entropy above this many "
-        "nats, finish the block token by token. Default: never."
+        help="Once every masked position of a block has an entropy above this many "
+        "nats, finish the block token by token. Default: never.",
+        rich_help_panel=SBD,
     ),
 ]
 DraftOption = Annotated[
     Draft | None,
     typer.Option(
-        help="Mode verified: where drafts come from. branches: from the forward that verifies the "
+        help="Where drafts come from. branches: from the forward that verifies the "
         "draft before. solver: from forwards of their own, filled by --solver. Default: what is "
-        "quicker by arithmetic."
+        "quicker by arithmetic.",
+        rich_help_panel=VERIFIED,
     ),
 ]
 BranchesOption = Annotated[
     int | None,
     typer.Option(
-        help="Mode verified: how many drafts a forward makes ahead, each for another number of "
+        help="How many drafts a forward makes ahead, each for another number of "
         "accepted tokens, the likeliest numbers first. Default: the checkpoint's, else what is "
-        "quickest by arithmetic."
+        "quickest by arithmetic.",
+        rich_help_panel=VERIFIED,
     ),
 ]
 SeedsOption = Annotated[
     int | None,
     typer.Option(
-        help="Mode verified: how many more drafts each of these branches gets, that begin with "
+        help="How many more drafts each of these branches gets, that begin with "
         "its likeliest next tokens. Default: the checkpoint's, else what is quickest by "
-        "arithmetic."
+        "arithmetic.",
+        rich_help_panel=VERIFIED,
     ),
 ]
 LookupOption = Annotated[
     int | None,
     typer.Option(
-        help="Mode verified: tokens at most of a draft that is copied from earlier in the text, "
+        help="Tokens at most of a draft that is copied from earlier in the text, "
         "from behind the place where its last tokens stood before, if that promises more than the "
         "model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
-        "Default: the checkpoint's, else 0, never."
+        "Default: the checkpoint's, else 0, never.",
+        rich_help_panel=VERIFIED,
     ),
 ]
 LENIENCE_HELP = (
-    "Mode verified: accept a drafted token as well if its probability, with sampling's noise if "
+    "Accept a drafted token as well if its probability, with sampling's noise if "
     "any, is at least this share of that of the token that ntp says: fewer forwards, and no longer "
     "exactly the tokens of ntp."
 )
 LenienceOption = Annotated[
-    float | None, typer.Option(help=f"{LENIENCE_HELP} Default: 1, exactly those.")
+    float | None,
+    typer.Option(help=f"{LENIENCE_HELP} Default: 1, exactly those.", rich_help_panel=VERIFIED),
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    typer.Option(help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere."),
+    typer.Option(
+        help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:1 ... Default: the checkpoint's, else cuda if there is one."
+        help="cpu, cuda, cuda:1 ... Default: the checkpoint's, else cuda if there is one.",
+        rich_help_panel=MACHINE,
     ),
 ]
 
@@ -195,6 +216,7 @@ CompileOption = Annotated[
         help="kernels: decode in kernels that torch.compile makes at the first forwards, which "
         "takes a minute or more, and less the next time. graphs: replay forwards of torch's own "
         "kernels as CUDA graphs; nothing to wait for. on: kernels, on a GPU as graphs.",
+        rich_help_panel=MACHINE,
     ),
 ]
 PackOption = Annotated[
@@ -203,6 +225,7 @@ PackOption = Annotated[
         "--pack",
         help="on: lay out linear layers' weights for a CPU's kernels while loading. Default: on "
         "where that is possible.",
+        rich_help_panel=MACHINE,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 from setblock.cli.common import (
+    DECODING,
     SOLVERS_HELP,
     BlockSizeOption,
     BranchesOption,
@@ -96,11 +97,13 @@ def evaluate(
         list[Mode] | None,
         typer.Option(
             help="May be given again. Default: ntp, and every mode that one of the models decodes "
-            "in; sbd if that is ntp alone."
+            "in; sbd if that is ntp alone.",
+            rich_help_panel=DECODING,
         ),
     ] = None,
     solver: Annotated[
-        list[str] | None, typer.Option(help=f"May be given again. {SOLVERS_HELP}")
+        list[str] | None,
+        typer.Option(help=f"May be given again. {SOLVERS_HELP}", rich_help_panel=DECODING),
     ] = None,
     block_size: BlockSizeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
