@@ -144,9 +144,11 @@ class Gate:
     """Which of the last tokens of the forward under way are noisy, [batch, last, 1].
 
     None: none of them. With more than one row, all tokens are told of.
+    whole: each token told of is noisy.
     """
 
     noisy: torch.Tensor | None = None
+    whole: bool = False
 
 
 class Addition(torch.nn.Module):
@@ -154,8 +156,11 @@ class Addition(torch.nn.Module):
 
     def __init__(self, layer: Any, adapter: str) -> None:
         super().__init__()
-        kind = layer.base_layer.weight.dtype  # training keeps float32 beside a smaller base
-        kind = kind if kind.is_floating_point else torch.float32  # four bits are packed into bytes
+        base: Tensor = layer.base_layer.weight
+        # Training keeps float32 beside a smaller base, and so do a CPU's libraries, whose calls for
+        # products of 16 bits take longer than such products. Four bits are packed into bytes.
+        narrow = base.dtype.is_floating_point and base.device.type != "cpu"
+        kind = base.dtype if narrow else torch.float32
         down, up = layer.lora_A[adapter], layer.lora_B[adapter]
         if up.bias is not None:
             raise ValueError("a gated adapter has no biases: lora_bias must be false")
@@ -169,6 +174,7 @@ class Addition(torch.nn.Module):
         result: Float[Tensor, "... width"],
         hidden: Float[Tensor, "... hidden"],
         noisy: Bool[Tensor, "... 1"],
+        whole: bool = False,
     ) -> Float[Tensor, "... width"]:
         """`result`, to which the additions of noisy tokens were added in place; see `Gate`."""
         kind, gate = self.down.dtype, noisy.reshape(-1, 1)
@@ -184,12 +190,22 @@ class Addition(torch.nn.Module):
             return result
         tokens = tokens.to(kind)
         thin = (tokens[:, :, None] * self.down).sum(dim=1) if loops else torch.mm(tokens, self.down)
-        thin = torch.where(gate, thin, 0.0)
+        if not whole:
+            thin = torch.where(gate, thin, 0.0)
         if flat.dtype == thin.dtype:
             flat.addmm_(thin, self.up)
         else:
             flat += torch.mm(thin, self.up)
         return result
+
+
+def to_compile(network: Any) -> None:
+    """Additions in the type of the network: what torch.compile makes for a CPU reads fewer bytes
+    then, and calls no library.
+    """
+    for module in network.modules():
+        if isinstance(module, Addition):
+            module.to(network.dtype)
 
 
 class GatedLinear(torch.nn.Module):
@@ -207,7 +223,9 @@ class GatedLinear(torch.nn.Module):
         result = self.base(hidden)
         if self.gate.noisy is None:
             return result
-        return self.addition(result, hidden, self.gate.noisy)
+        # Compiled, telling the two apart would gain nothing and take kernels of their own.
+        whole = not torch.compiler.is_compiling() and self.gate.whole
+        return self.addition(result, hidden, self.gate.noisy, whole)
 
 
 class MaskEmbedding(torch.nn.Module):
@@ -250,14 +268,20 @@ def gated(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
     if opened is None:
         yield gate(network, layout)
         return
-    noisy = layout.block != CLEAN
-    first = int(noisy[0].int().argmax()) if len(noisy) == 1 else 0
+    noisy, first = layout.block != CLEAN, 0
+    if len(noisy) > 1:
+        some = bool(noisy.any())
+    else:
+        [told] = noisy.tolist()
+        some = True in told
+        first = told.index(True) if some else 0
+        opened.whole = all(told[first:])
     # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
-    opened.noisy = noisy[:, first:, None].clone() if noisy.any() else None
+    opened.noisy = noisy[:, first:, None].clone() if some else None
     try:
         yield {}
     finally:
-        opened.noisy = None
+        opened.noisy, opened.whole = None, False
 
 
 def gate(network: Any, layout: Layout) -> dict[str, Any]:

@@ -98,7 +98,8 @@ class Graphs:
         masks = mask if isinstance(mask, dict) else {"": mask}
         noisy = None if gate is None else gate.noisy
         given = [tokens, position, cache.slots.index, logits_at, noisy, *masks.values()]
-        key = tuple(None if one is None else one.shape for one in given)
+        whole = gate is not None and gate.whole
+        key = (whole, *(None if one is None else one.shape for one in given))
         recorded = self._of.get(cache)
         if recorded is None:  # made before there were graphs
             return self.run(tokens, position, mask, cache, logits_at, told)

@@ -292,6 +292,7 @@ class Model:
             # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+            adapters.to_compile(self.network)
             run = torch.compile(run, dynamic=True)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)

@@ -17,9 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
-SMALLEST = 2**17
-
 # torch.compile takes no tensor of these layouts, but a number, under which the product is found.
 _numbers = itertools.count()
 _products: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
@@ -70,6 +67,10 @@ class MKL:
         return self.product(hidden, self.weight, self.shape, self.bias, tokens)
 
 
+# Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
+SMALLEST = {MKL: 2**15, OneDNN: 2**17}
+
+
 class PackedLinear(torch.nn.Module):
     """A linear layer that only decodes: it has no gradients and can't be saved."""
 
@@ -77,8 +78,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         self.width = layer.out_features
         weight = layer.weight.detach()
-        kind = MKL if weight.dtype == torch.float32 and intel() else OneDNN
-        self.product = kind(weight, layer.bias)
+        self.product = kind_for(weight)(weight, layer.bias)
         self.number = next(_numbers)
         _products[self.number] = self.product
 
@@ -94,6 +94,11 @@ class PackedLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, *words: Any, **given: Any) -> None:
         raise RuntimeError("packed weights can't be saved: load the model with pack=False")
+
+
+def kind_for(weight: Tensor) -> type[MKL] | type[OneDNN]:
+    """Whose kernels are quickest here."""
+    return MKL if weight.dtype == torch.float32 and intel() else OneDNN
 
 
 @cache
@@ -135,5 +140,6 @@ def pack(network: torch.nn.Module) -> None:
         if type(layer) is not torch.nn.Linear:
             continue
         # torch's own layers of 16 bits call these kernels anyway.
-        if layer.weight.itemsize < 4 or layer.weight.numel() >= SMALLEST:
+        least = SMALLEST[kind_for(layer.weight)]
+        if layer.weight.itemsize < 4 or layer.weight.numel() >= least:
             network.set_submodule(name, PackedLinear(layer))

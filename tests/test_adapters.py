@@ -177,6 +177,11 @@ def test_what_decodes_computes_what_was_trained(tmp_path, shape):
         with adapters.gated(ours, layout) as told:
             found = ours(**inputs, **told).logits
         assert torch.equal(ours(**inputs).logits[2], plain[2]), "the gate is shut again"
+        one = layout.map(lambda part: part[:1])
+        mask = attention_mask(base(shape), one, one)
+        with adapters.gated(ours, one):  # told of its noisy tokens alone
+            alone = ours(input_ids=ids[:1], position_ids=position[:1], attention_mask=mask).logits
+        assert torch.allclose(alone, theirs[:1], atol=1e-5)
     assert torch.equal(found[~noisy], plain[~noisy])
     assert torch.allclose(found, theirs, atol=1e-5)
     assert not torch.allclose(found[noisy], plain[noisy], atol=1e-2)
@@ -267,5 +272,23 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
     for rows, told in ((layout, both), (layout.map(lambda part: part[:1]), [both[0][2:]])):
         with adapters.gated(network, rows):
             assert network.setblock_gate.noisy[..., 0].tolist() == told
+            assert network.setblock_gate.whole == (len(told) == 1)
     with adapters.gated(network, decoding_layout(position[:1], *[torch.tensor([5])] * 2)):
         assert network.setblock_gate.noisy is None
+    one = layout.map(lambda part: part[:1].clone())
+    one.block[0, 3] = CLEAN  # as padding is
+    with adapters.gated(network, one):
+        assert network.setblock_gate.noisy[..., 0].tolist() == [[True, False, True]]
+        assert not network.setblock_gate.whole
+    assert not network.setblock_gate.whole
+
+
+def test_products_of_16_bits_are_left_to_the_compiler(checkpoint, tmp_path, monkeypatch):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path)
+    model = load(tmp_path, dtype="bfloat16", device="cpu")
+    parts = [part for part in model.network.modules() if isinstance(part, adapters.Addition)]
+    assert {part.down.dtype for part in parts} == {part.up.dtype for part in parts}
+    assert {part.up.dtype for part in parts} == {torch.float32}
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    model.compile("kernels")
+    assert {part.up.dtype for part in parts} == {torch.bfloat16}

@@ -453,7 +453,7 @@ def test_transformers_decodes_with_layers_of_its_own(run, trained, monkeypatch):
     stock: Any = GenerationMixin
     own = stock.generate
     monkeypatch.setattr(GenerationMixin, "generate", generate)
-    monkeypatch.setattr(packed, "SMALLEST", 0)
+    monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
     words = ["--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--cached", "0"]
     record = run("benchmark", trained, *words, "--device", "cpu", "--no-vllm", "--json").json
     assert record["packed"] == (packed.missing(torch.device("cpu"), torch.float32) is None)

@@ -13,8 +13,8 @@ from setblock.model import ModelError
 DECODE = """
 import json, sys
 import setblock
-import setblock.packed
-setblock.packed.SMALLEST = 0  # the layers of a small model too
+from setblock.packed import SMALLEST
+SMALLEST.update(dict.fromkeys(SMALLEST, 0))  # the layers of a small model too
 folder, prompts, words, pack = json.load(sys.stdin)
 ways = [{"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2},
     {"mode": "verified", "branches": 1, "lookup": 3}]  # copies alone shut an adapter's gate

@@ -26,7 +26,7 @@ PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8]]
 
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
-    monkeypatch.setattr(packed, "SMALLEST", 0)
+    monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
 
 
 @pytest.fixture(params=[True, False], ids=["Intel", "other"])
@@ -151,7 +151,7 @@ def test_other_kinds_of_layers_are_left_alone():
 
 
 def test_small_layers_are_left_alone(monkeypatch):
-    monkeypatch.setattr(packed, "SMALLEST", 20)
+    monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 20))
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5))
     packed.pack(network)
     assert [type(layer) for layer in network] == [torch.nn.Linear, PackedLinear]
