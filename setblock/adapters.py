@@ -5,6 +5,8 @@ noisy tokens begin, and a mask embedding that only the input side reads. Clean t
 base's own weights, so that its next-token logits stay what they were, bit for bit.
 """
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -391,11 +393,12 @@ def put_on(
     own and with its mask embedding put in by a hook: in every forward peft would build masks in
     every layer, and copy the whole embedding.
     """
-    from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
-
     _with_chain(network, chain_width)
-    adapted: Any = PeftModel.from_pretrained(network, folder)
+    with _quiet():
+        from peft import PeftModel
+        from peft.tuners.lora import LoraLayer
+
+        adapted: Any = PeftModel.from_pretrained(network, folder)
     _check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
@@ -417,6 +420,21 @@ def put_on(
     if (trained_chain := chain_of(network)) is not None:
         network.setblock_chain = trained_chain.to(network.dtype)
     return network
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries say of each other, which nobody here can act on."""
+    bits = logging.getLogger("bitsandbytes")  # of kernels for a CPU that it does not find
+    level = bits.level
+    bits.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # peft asks a network for a name that transformers is giving up.
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
+            yield
+    finally:
+        bits.setLevel(level)
 
 
 def unwrapped(embedding: Any) -> Any:

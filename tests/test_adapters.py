@@ -1,6 +1,8 @@
 """Gated adapters: noisy tokens alone feel them, in training and in decoding."""
 
 import copy
+import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -281,6 +283,15 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
         assert network.setblock_gate.noisy[..., 0].tolist() == [[True, False, True]]
         assert not network.setblock_gate.whole
     assert not network.setblock_gate.whole
+
+
+def test_an_adapter_is_put_on_without_a_warning(checkpoint, tmp_path):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path)
+    level = logging.getLogger("bitsandbytes").level
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path).gated
+    assert logging.getLogger("bitsandbytes").level == level
 
 
 def test_products_of_16_bits_are_left_to_the_compiler(checkpoint, tmp_path, monkeypatch):
