@@ -12,13 +12,14 @@ from setblock.records import peak_bytes
 from setblock.train import SBDTrainer
 
 
-def estimate(trainer: SBDTrainer) -> dict[str, Any]:
+def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
     """What the run will take: bytes by arithmetic, seconds and peak by one micro-batch tried now.
 
     peak_bytes: what this process held at most until now, activations included, the optimizer not.
     The bytes are those of one process: all of the model's, or its part of `shards` under FSDP.
     Processes that share the weights out among them (FSDP, DeepSpeed) try nothing: none could hold
     the model before it is cut. What DeepSpeed cuts up depends on its stage, and is not divided.
+    done: steps of a run that goes on; seconds are those of the steps that are left.
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
     """
     args, network = trainer.args, trainer.model
@@ -34,6 +35,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
         "peak_bytes": None,
         "tokens_per_second": None,
         "steps": None,
+        "steps_done": done,
         "seconds": None,
     }
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -69,7 +71,7 @@ def estimate(trainer: SBDTrainer) -> dict[str, Any]:
     cost["tokens_per_second"] = args.world_size * tokens / seconds
     cost["peak_bytes"] = peak_bytes(args.device)
     if steps > 0:
-        cost |= {"steps": steps, "seconds": seconds * per_step * steps}
+        cost |= {"steps": steps, "seconds": seconds * per_step * max(steps - done, 0)}
     return cost
 
 
@@ -108,7 +110,8 @@ def describe(cost: dict[str, Any]) -> str:
     else:
         line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
     if cost["seconds"] is not None:
-        line += f", {cost['steps']:,} steps in about {_words(cost['seconds'])}"
+        left = f"the last {cost['steps'] - cost['steps_done']:,} of " if cost["steps_done"] else ""
+        line += f", {left}{cost['steps']:,} steps in about {_words(cost['seconds'])}"
     return line
 
 

@@ -172,8 +172,9 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     if not config.disable_tqdm and sys.stderr.isatty():
         trainer.add_callback(Bar())
     trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
-    cost = estimate(trainer)
-    say(describe(cost))
+    cost = estimate(trainer, done=0 if state is None else state.global_step)
+    if state is None or not finished:
+        say(describe(cost))
     if trainer.is_world_process_zero():
         save_record(settings, settings_file)
         if checkpoint is not None:

@@ -318,6 +318,12 @@ class SBDTrainer(SFTTrainer):
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Says nothing of a head that is the embedding, which no checkpoint holds twice."""
+        tied = set(self.model.all_tied_weights_keys)
+        if load_result.unexpected_keys or not set(load_result.missing_keys) <= tied:
+            super()._issue_warnings_after_load(load_result)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         generation: Any = self.model.generation_config

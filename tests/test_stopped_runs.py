@@ -162,7 +162,12 @@ def test_resume_in_bfloat16_after_a_crash(
     straight = load_file(folder / name)
     (folder / name).unlink()
     shutil.rmtree(folder / "checkpoint-3")
+    capsys.readouterr()
+    said: list[str] = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", said.append)
     run(monkeypatch, "train", *words, "--resume")
+    assert not said, "a tied head is no missing one"
+    assert "the last 1 of 3 steps in about" in " ".join(capsys.readouterr().err.split())
     resumed = load_file(folder / name)
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
