@@ -146,7 +146,7 @@ class Gate:
     """Which of the last tokens of the forward under way are noisy, [batch, last, 1].
 
     None: none of them. With more than one row, all tokens are told of.
-    whole: each token told of is noisy.
+    whole: each token told of is noisy, known of a single row alone.
     """
 
     noisy: torch.Tensor | None = None
@@ -202,8 +202,8 @@ class Addition(torch.nn.Module):
 
 
 def to_compile(network: Any) -> None:
-    """Additions in the type of the network: what torch.compile makes for a CPU reads fewer bytes
-    then, and calls no library.
+    """Additions of a network on a CPU in its type: what torch.compile makes of them there reads
+    fewer bytes then, and calls no library.
     """
     for module in network.modules():
         if isinstance(module, Addition):

@@ -362,25 +362,32 @@ class TextPieces:
 
         What could still become a stop text or half of a character is held back until `ended`.
         """
-        full = self.model.decode(ids)
-        stopped = any(stop in full for stop in self.stop)
-        if stopped:
-            ids = self._through_stop(ids)
+        places, full = [], ""
+        # After each token, as next-token decoding: what one says may be another text with the next.
+        for count in range(self._num_ids + 1, len(ids) + 1) if self.stop else ():
+            full = self.model.decode(ids[:count])
+            if places := [full.find(stop) for stop in self.stop if stop in full]:
+                ids, full = ids[:count], full[: min(places)]
+                break
+        stopped = bool(places)
+        if not stopped and ended:
             full = self.model.decode(ids)
-            full = full[: min(full.find(stop) for stop in self.stop if stop in full)]
-        elif not ended:
+        elif not stopped:
+            full = self.model.decode(ids[: len(ids) - self._single_bytes(ids)])
             full = full[: len(full) - _held_back(full, self.stop)]
         self._num_ids = len(ids)
         piece = full[len(self.text) :]
         self.text = self.text + piece
         return ids, piece, stopped
 
-    def _through_stop(self, ids: list[int]) -> list[int]:
-        """The shortest run of ids whose text holds a stop text: where next-token decoding ends."""
-        for count in range(self._num_ids, len(ids)):
-            if any(stop in self.model.decode(ids[:count]) for stop in self.stop):
-                return ids[:count]
-        return ids
+    def _single_bytes(self, ids: list[int]) -> int:
+        """Tokens at the end that stand for one byte each: such are read together, and until another
+        one comes even a line break may turn out to be none.
+        """
+        count = 0
+        while count < len(ids) and ids[-1 - count] in self.model.byte_ids:
+            count += 1
+        return count
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:

@@ -134,6 +134,7 @@ class Model:
         self.pad_token_id = min((i for i in pad if 0 <= i < self.vocab_size), default=0)
         self.context_length: int = network.config.max_position_embeddings
         self.special_tokens: tuple[str, ...] = tuple(tokenizer.all_special_tokens)
+        self.byte_ids = _byte_ids(tokenizer)
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.drafting: dict[str, int] = settings.get("verified", {})
@@ -292,7 +293,8 @@ class Model:
             # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
-            adapters.to_compile(self.network)
+            if self.device.type == "cpu":
+                adapters.to_compile(self.network)
             run = torch.compile(run, dynamic=True)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)
@@ -373,6 +375,13 @@ def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[in
     A chat template may end turns with another one than the tokenizer calls its end.
     """
     return _ids(generation and generation.eos_token_id) | _ids(tokenizer.eos_token_id)
+
+
+def _byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens for one byte each, which a tokenizer falls back to where it knows no other."""
+    vocabulary = tokenizer.get_vocab()
+    names = (f"<0x{byte:02X}>" for byte in range(256))
+    return frozenset(vocabulary[name] for name in names if name in vocabulary)
 
 
 def _ids(value: Any) -> frozenset[int]:

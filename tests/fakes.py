@@ -80,6 +80,7 @@ class TableModel(Model):
         self.chain = self._compiled = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
+        self.byte_ids = frozenset()
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []

@@ -1,6 +1,7 @@
 """Prompts in, text out: options, ends, stop texts, streams and what a result says of itself."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from setblock.checkpoint import ModelError
 from setblock.decode import Settings
 from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
 from setblock.loading import load
+from setblock.model import _byte_ids
 from setblock.sampling import Sampler
 from setblock.solvers import EntropyBound, FixedCount, entropy
 
@@ -28,6 +30,34 @@ class ByteModel(TableModel):
 
     def decode(self, ids: list[int]) -> str:
         return bytes(self.BYTES[i - 3] for i in ids if i >= 3).decode(errors="replace")
+
+
+class FallbackModel(TableModel):
+    """A token is "a" or a byte; neighbouring bytes are a text together, or none of them is."""
+
+    BYTES = sorted({*"\n€😀".encode(), 0xFF})
+
+    def __init__(self, *tables: torch.Tensor) -> None:
+        super().__init__(*tables)
+        self.byte_ids = frozenset(range(4, 4 + len(self.BYTES)))
+
+    def decode(self, ids: list[int]) -> str:
+        text = ""
+        for single, run in itertools.groupby(ids, self.byte_ids.__contains__):
+            if not single:
+                text += "".join("a" for token in run if token == 3)
+                continue
+            read = bytes(self.BYTES[token - 4] for token in run)
+            try:
+                text += read.decode()
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(read)
+        return text
+
+    @classmethod
+    def tokens_of(cls, text: str) -> list[int]:
+        parts = ([3] if c == "a" else [4 + cls.BYTES.index(b) for b in c.encode()] for c in text)
+        return [token for part in parts for token in part]
 
 
 class WordModel(TableModel):
@@ -400,6 +430,23 @@ def test_a_character_that_stays_half_is_handed_out_at_the_end():
     assert reveals[-1].generation.text == "a\ufffd"
 
 
+@pytest.mark.parametrize("mode", [*MODES, "verified"])
+def test_a_line_break_stops_before_bytes_that_are_no_text(mode):
+    """Read together with the byte behind it, it is no line break any more."""
+    model = saying([*FallbackModel.tokens_of("a\n"), 12, 3], model_class=FallbackModel)
+    run = {"mode": mode, "stop": "\n", "max_new_tokens": 8}
+    run |= {} if mode == "ntp" else {"block_size": 4}
+    [answer] = generate(model, [[BOS]], **run)
+    assert (answer.text, answer.finish_reason, answer.num_tokens) == ("a", "stop", 2)
+
+
+def test_bytes_of_a_vocabulary(checkpoint) -> None:
+    tokenizer = load(checkpoint("llama"), device="cpu").tokenizer
+    assert _byte_ids(tokenizer) == frozenset()
+    tokenizer.add_tokens(["<0x0A>", "<0xF0>", "<0xZZ>"])
+    assert _byte_ids(tokenizer) == {*tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>"])}
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     ids=st.lists(st.integers(3, 2 + len(ByteModel.BYTES)), min_size=1, max_size=24)
@@ -408,7 +455,21 @@ def test_a_character_that_stays_half_is_handed_out_at_the_end():
     cuts=st.sets(st.integers(1, 23)),
 )
 def test_pieces_however_the_tokens_arrive(ids, stops, cuts):
-    model = saying([3], model_class=ByteModel)
+    check_pieces(saying([3], model_class=ByteModel), ids, stops, cuts)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.integers(3, 3 + len(FallbackModel.BYTES)), min_size=1, max_size=24)
+    | st.text("a\n€😀", min_size=1, max_size=8).map(FallbackModel.tokens_of),
+    stops=st.lists(st.text("a\n€😀", min_size=1, max_size=3), max_size=3),
+    cuts=st.sets(st.integers(1, 23)),
+)
+def test_pieces_of_a_tokenizer_that_falls_back_to_bytes(ids, stops, cuts):
+    check_pieces(saying([3], model_class=FallbackModel), ids, stops, cuts)
+
+
+def check_pieces(model, ids, stops, cuts) -> None:
     # Next-token decoding: the first token after which the text holds a stop text ends it.
     expected, text, stops_there = ids, model.decode(ids), False
     for count in range(1, len(ids) + 1):

@@ -40,14 +40,17 @@ def weights_and_gate(model: Any, name: str) -> tuple[list[tuple[str, Tensor]], G
         raise ValueError(
             f"{name} is a gated adapter, which runs on one device: --tensor-parallel-size 1"
         )
-    _hang(model, network, own.device)
+    _hang(model, network, own)
     return weights, network.setblock_gate
 
 
-def _hang(model: Any, network: Any, device: torch.device) -> None:
+def _hang(model: Any, network: Any, own: Tensor) -> None:
     """The additions of this network's layers as hooks on those of vLLM's, several of which are
     several of the network's in one.
+
+    own: one of vLLM's weights; on a GPU the additions get its type, which they lack on a CPU.
     """
+    device, kind = own.device, None if own.device.type == "cpu" else own.dtype
     inside = {
         part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts
     }
@@ -61,7 +64,8 @@ def _hang(model: Any, network: Any, device: torch.device) -> None:
         order = model.packed_modules_mapping.get(last, [last])
         if set(parts) != set(order):
             raise ValueError(f"a gated adapter must have all parts of {name}: {', '.join(order)}")
-        hook = Additions([parts[part] for part in order], network.setblock_gate).to(device)
+        hook = Additions([parts[part] for part in order], network.setblock_gate)
+        hook.to(device, kind)
         model.get_submodule(name).register_forward_hook(hook)
     gate, mask = network.setblock_gate, network.setblock_mask.to(device)
 
