@@ -5,11 +5,8 @@ noisy tokens begin, and a mask embedding that only the input side reads. Clean t
 base's own weights, so that its next-token logits stay what they were, bit for bit.
 """
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from setblock import chain
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
 
 METHODS = ("full", "lora", "qlora", "gated")
 CONFIG = "adapter_config.json"
-FEW = 32  # tokens of a forward
 
 
 def attach(
@@ -69,7 +64,7 @@ def attach(
         target_modules="all-linear",
         trainable_token_indices=tokens,
         alora_invocation_tokens=[mask_token_id] if gated else None,
-        modules_to_save=_with_chain(network, chain_width),
+        modules_to_save=with_chain(network, chain_width),
     )
     adapted: Any = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
@@ -88,8 +83,8 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
     config: Any = PeftConfig.from_pretrained(str(folder))
     saved = config.modules_to_save or []
     if not chain_width:
-        _check_chain(config, folder, chain_width)
-    _with_chain(network, chain_width)
+        check_chain(config, folder, chain_width)
+    with_chain(network, chain_width)
     if not chain_width or chain.NAME in saved:
         return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
     # peft reads no adapter that lacks a part: the new chain's first values stand in for it.
@@ -105,7 +100,7 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
     return _to_train(adapted)
 
 
-def _check_chain(config: Any, folder: str | Path, width: int) -> None:
+def check_chain(config: Any, folder: str | Path, width: int) -> None:
     """Raises: ValueError if an adapter and its settings do not agree about a chain."""
     has = chain.NAME in (config.modules_to_save or [])
     if has != bool(width):
@@ -115,7 +110,7 @@ def _check_chain(config: Any, folder: str | Path, width: int) -> None:
         )
 
 
-def _with_chain(network: Any, width: int) -> list[str] | None:
+def with_chain(network: Any, width: int) -> list[str] | None:
     """What peft shall train whole and save: a new chain, if it is to have a width.
 
     Effects: the network has it.
@@ -141,109 +136,6 @@ def _to_train(adapted: Any) -> "PeftModel":
     return adapted
 
 
-@dataclass
-class Gate:
-    """Which of the last tokens of the forward under way are noisy, [batch, last, 1].
-
-    None: none of them. With more than one row, all tokens are told of.
-    whole: each token told of is noisy, known of a single row alone.
-    """
-
-    noisy: torch.Tensor | None = None
-    whole: bool = False
-
-
-class Addition(torch.nn.Module):
-    """What an adapter adds to the output of a linear layer: a product of two thin matrices."""
-
-    def __init__(self, layer: Any, adapter: str) -> None:
-        super().__init__()
-        base: Tensor = layer.base_layer.weight
-        # Training keeps float32 beside a smaller base, and so do a CPU's libraries, whose calls for
-        # products of 16 bits take longer than such products. Four bits are packed into bytes.
-        narrow = base.dtype.is_floating_point and base.device.type != "cpu"
-        kind = base.dtype if narrow else torch.float32
-        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-        if up.bias is not None:
-            raise ValueError("a gated adapter has no biases: lora_bias must be false")
-        scaled = up.weight.detach() * layer.scaling[adapter]
-        # As products want them, [in, rank] and [rank, out].
-        self.down = Parameter(down.weight.detach().t().to(kind).contiguous(), requires_grad=False)
-        self.up = Parameter(scaled.t().to(kind).contiguous(), requires_grad=False)
-
-    def forward(
-        self,
-        result: Float[Tensor, "... width"],
-        hidden: Float[Tensor, "... hidden"],
-        noisy: Bool[Tensor, "... 1"],
-        whole: bool = False,
-    ) -> Float[Tensor, "... width"]:
-        """`result`, to which the additions of noisy tokens were added in place; see `Gate`."""
-        kind, gate = self.down.dtype, noisy.reshape(-1, 1)
-        tokens = hidden.reshape(-1, hidden.shape[-1])[-len(gate) :]
-        flat = result.view(-1, result.shape[-1])[-len(gate) :]
-        # For a few tokens loops of the compiler's are quicker than calls of a library's: for the
-        # first, thin product, and in 16 bits for both.
-        compiling = torch.compiler.is_compiling() and hidden.device.type == "cpu"
-        loops = compiling and len(tokens) <= FEW
-        if loops and kind.itemsize < 4:
-            thin = torch.where(gate, (tokens[:, :, None].float() * self.down).sum(dim=1), 0.0)
-            flat += (thin[:, :, None] * self.up).sum(dim=1)
-            return result
-        tokens = tokens.to(kind)
-        thin = (tokens[:, :, None] * self.down).sum(dim=1) if loops else torch.mm(tokens, self.down)
-        if not whole:
-            thin = torch.where(gate, thin, 0.0)
-        if flat.dtype == thin.dtype:
-            flat.addmm_(thin, self.up)
-        else:
-            flat += torch.mm(thin, self.up)
-        return result
-
-
-def to_compile(network: Any) -> None:
-    """Additions of a network on a CPU in its type: what torch.compile makes of them there reads
-    fewer bytes then, and calls no library.
-    """
-    for module in network.modules():
-        if isinstance(module, Addition):
-            module.to(network.dtype)
-
-
-class GatedLinear(torch.nn.Module):
-    """A linear layer with an addition for the tokens that its gate names.
-
-    What peft's own layer computes, without its work for each row and layer of a forward; clean
-    tokens get what the layer itself says.
-    """
-
-    def __init__(self, layer: Any, gate: Gate, adapter: str) -> None:
-        super().__init__()
-        self.base, self.gate, self.addition = layer.base_layer, gate, Addition(layer, adapter)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        result = self.base(hidden)
-        if self.gate.noisy is None:
-            return result
-        # Compiled, telling the two apart would gain nothing and take kernels of their own.
-        whole = not torch.compiler.is_compiling() and self.gate.whole
-        return self.addition(result, hidden, self.gate.noisy, whole)
-
-
-class MaskEmbedding(torch.nn.Module):
-    """A hook for an embedding layer: the mask token's row that an adapter has trained."""
-
-    trained: torch.Tensor
-
-    def __init__(self, mask_token_id: int, trained: torch.Tensor) -> None:
-        super().__init__()
-        self.mask_token_id = mask_token_id
-        self.register_buffer("trained", trained, persistent=False)
-
-    def forward(self, layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return with_row(output, args[0] == self.mask_token_id, self.trained)
-
-
 def with_row(
     output: Float[Tensor, "... width"],
     masked: Bool[Tensor, "..."],
@@ -258,35 +150,13 @@ def is_gated(network: Any) -> bool:
     if getattr(network, "setblock_gate", None) is not None:
         return True
     configs = getattr(network, "peft_config", {})  # stock networks have none
-    return any(config.alora_invocation_tokens is not None for config in configs.values())
+    # Of peft's kinds of adapters only LoRA's settings know the word.
+    return any(
+        getattr(one, "alora_invocation_tokens", None) is not None for one in configs.values()
+    )
 
 
-@contextmanager
-def gated(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
-    """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
-    on, for one that is trained, or for none.
-    """
-    opened: Gate | None = getattr(network, "setblock_gate", None)
-    if opened is None:
-        yield gate(network, layout)
-        return
-    noisy, first = layout.block != CLEAN, 0
-    if len(noisy) > 1:
-        some = bool(noisy.any())
-    else:
-        [told] = noisy.tolist()
-        some = True in told
-        first = told.index(True) if some else 0
-        opened.whole = all(told[first:])
-    # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
-    opened.noisy = noisy[:, first:, None].clone() if some else None
-    try:
-        yield {}
-    finally:
-        opened.noisy, opened.whole = None, False
-
-
-def gate(network: Any, layout: Layout) -> dict[str, Any]:
+def peft_offsets(network: Any, layout: Layout) -> dict[str, Any]:
     """What peft must be told of a forward: for each row, how many tokens at its end count.
 
     They begin with the row's first noisy token: noisy tokens are a suffix, but for padding. Nothing
@@ -380,61 +250,6 @@ def _embedded(wrapper: Any, tokens: Int[Tensor, "batch length"]) -> Tensor:
 def scale_of(embedding: Any) -> Any:
     """What an embedding's rows are multiplied by on their way into a network; 1 for most."""
     return getattr(embedding, "embed_scale", 1.0)
-
-
-def put_on(
-    network: PreTrainedModel, folder: str | Path, mask_token_id: int, chain_width: int = 0
-) -> Any:
-    """The network with the adapter of this folder or hub repository, ready to decode.
-
-    chain_width: of the chain that was trained with it, 0 for none.
-
-    A low-rank adapter is folded into the weights; a gated one stays beside them, in layers of our
-    own and with its mask embedding put in by a hook: in every forward peft would build masks in
-    every layer, and copy the whole embedding.
-    """
-    _with_chain(network, chain_width)
-    with _quiet():
-        from peft import PeftModel
-        from peft.tuners.lora import LoraLayer
-
-        adapted: Any = PeftModel.from_pretrained(network, folder)
-    _check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
-    if not is_gated(adapted):
-        return adapted.merge_and_unload()
-    wrapper: Any = network.get_input_embeddings()
-    [trained] = wrapper.token_adapter.trainable_tokens_delta[adapted.active_adapter].detach()
-    embedding = unwrapped(wrapper)
-    network.set_input_embeddings(embedding)
-    network.setblock_mask = MaskEmbedding(mask_token_id, trained * scale_of(embedding))
-    embedding.register_forward_hook(network.setblock_mask)
-    head: Any = network.get_output_embeddings()
-    if network.config.tie_word_embeddings:
-        network.set_output_embeddings(unwrapped(head))
-    adapted.requires_grad_(False)
-    gate = Gate()
-    for name, module in list(network.named_modules()):
-        if isinstance(module, LoraLayer):
-            network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
-    network.setblock_gate = gate  # type: ignore[assignment]
-    if (trained_chain := chain_of(network)) is not None:
-        network.setblock_chain = trained_chain.to(network.dtype)
-    return network
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what libraries say of each other, which nobody here can act on."""
-    bits = logging.getLogger("bitsandbytes")  # of kernels for a CPU that it does not find
-    level = bits.level
-    bits.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # peft asks a network for a name that transformers is giving up.
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
-            yield
-    finally:
-        bits.setLevel(level)
 
 
 def unwrapped(embedding: Any) -> Any:

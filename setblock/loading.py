@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
-from setblock import adapters, packed
+from setblock import adapters, gated, packed
 from setblock.checkpoint import (
     BUNDLED,
     ModelError,
@@ -114,7 +114,7 @@ def _load(
         raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
     try:
         width = settings.get("chain_width", 0)
-        network = adapters.put_on(base.network, source, base.mask_token_id, width)
+        network = gated.put_on(base.network, source, base.mask_token_id, width)
     except (*LOAD_ERRORS, IndexError) as error:  # a trained row that this base does not have
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     settings["mask_token_id"] = base.mask_token_id

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from setblock import adapters, attention, graphs, machines, mask_token, packed, roofline
+from setblock import adapters, attention, gated, graphs, machines, mask_token, packed, roofline
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
@@ -222,7 +222,7 @@ class Model:
                 keys = cache.keys_layout(layout)
         if mask is None:
             mask = attention_mask(self.network, layout, keys, self._windows)
-        with adapters.gated(self.network, layout) as told:
+        with gated.opened(self.network, layout) as told:
             output = run(tokens, layout.position, mask, cache, logits_at, told)
         width = 0 if self.chain is None else self.chain.width
         return output[..., : output.shape[-1] - width], output[..., output.shape[-1] - width :]
@@ -294,7 +294,7 @@ class Model:
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
             if self.device.type == "cpu":
-                adapters.to_compile(self.network)
+                gated.to_compile(self.network)
             run = torch.compile(run, dynamic=True)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)

@@ -35,6 +35,7 @@ OPERATIONS = {
         "aten::addmm",
         "aten::mm",
         "aten::bmm",
+        "mkl::",
         "mkldnn::",
         "setblock::linear",
     ),
@@ -106,7 +107,7 @@ def _watched(
             if event.device_type.name != "CPU":
                 continue
             micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-            if event.name.startswith(("aten::", "mkldnn::", "setblock::", "flex")):
+            if event.name.startswith(("aten::", "mkl::", "mkldnn::", "setblock::", "flex")):
                 spent[_kind_of(event)] += micros / 1e6
     return wall_s, spent, answers
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import DynamicCache
 
-from setblock.adapters import chain_of, gate, half, has_halves, is_gated
+from setblock.adapters import chain_of, half, has_halves, is_gated, peft_offsets
 from setblock.cache import CACHE
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
@@ -58,7 +58,7 @@ def score(
                 "position_ids": view.layout.position,
                 "attention_mask": _mask(view, network, view.layout, view.layout),
                 "use_cache": False,
-                **gate(network, view.layout),
+                **peft_offsets(network, view.layout),
             }
         stack.enter_context(scoring(network, targets, chunk_size, chain))
         output = wrapped(**inputs, logits_to_keep=columns).logits
@@ -122,7 +122,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         "attention_mask": _mask(view, network, noisy, layout),
         CACHE: cache,
         "use_cache": True,
-        **gate(network, noisy),
+        **peft_offsets(network, noisy),
     }
 
 

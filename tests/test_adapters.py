@@ -9,11 +9,13 @@ import pytest
 import torch
 from conftest import gated_adapter
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from trainers import MASK, SIZES, config, network, samples, tokenizer
 from trainers import trainer as plain_trainer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from setblock import adapters, objective
+from setblock import adapters, gated, objective
+from setblock.checkpoint import ModelError
 from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout, decoding_layout
 from setblock.train import SBDTrainer
@@ -142,7 +144,7 @@ def test_lora_and_gated_differ_on_clean_tokens():
         mask = attention_mask(net, layout, layout)
         inputs = {"input_ids": ids, "position_ids": layout.position, "attention_mask": mask}
         with torch.no_grad():
-            logits = net(**inputs, **adapters.gate(net, layout)).logits
+            logits = net(**inputs, **adapters.peft_offsets(net, layout)).logits
         assert torch.equal(logits[:, :3], plain[:, :3]) == (method == "gated")
         assert not torch.allclose(logits[:, 3:], plain[:, 3:], atol=1e-2)
 
@@ -151,10 +153,10 @@ def test_gate_is_each_rows_noisy_suffix():
     net = adapted()
     position = torch.arange(6).expand(3, 6)
     layout = decoding_layout(position, torch.tensor([2, 4, 6]), torch.tensor([5, 6, 6]))
-    assert adapters.gate(net, layout) == {"alora_offsets": [4, 2, 0]}
-    assert adapters.gate(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
-    assert adapters.gate(adapted("lora"), layout) == {}
-    assert adapters.gate(network(), layout) == {}
+    assert adapters.peft_offsets(net, layout) == {"alora_offsets": [4, 2, 0]}
+    assert adapters.peft_offsets(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
+    assert adapters.peft_offsets(adapted("lora"), layout) == {}
+    assert adapters.peft_offsets(network(), layout) == {}
 
 
 @pytest.mark.parametrize("shape", ["llama", "smollm2", "gemma3"])
@@ -164,7 +166,7 @@ def test_what_decodes_computes_what_was_trained(tmp_path, shape):
 
     net: Any = adapted(shape=shape).eval()
     net.save_pretrained(tmp_path)
-    ours = adapters.put_on(base(shape).eval(), tmp_path, MASK)
+    ours = gated.put_on(base(shape).eval(), tmp_path, MASK)
     assert adapters.is_gated(ours)
     assert not any("lora" in type(module).__module__ for module in ours.modules() if module)
     position = torch.arange(6).expand(3, 6)
@@ -175,13 +177,13 @@ def test_what_decodes_computes_what_was_trained(tmp_path, shape):
     inputs["attention_mask"] = attention_mask(base(shape), layout, layout)
     with torch.no_grad():
         plain = base(shape).eval()(**inputs).logits
-        theirs = net(**inputs, **adapters.gate(net, layout)).logits
-        with adapters.gated(ours, layout) as told:
+        theirs = net(**inputs, **adapters.peft_offsets(net, layout)).logits
+        with gated.opened(ours, layout) as told:
             found = ours(**inputs, **told).logits
         assert torch.equal(ours(**inputs).logits[2], plain[2]), "the gate is shut again"
         one = layout.map(lambda part: part[:1])
         mask = attention_mask(base(shape), one, one)
-        with adapters.gated(ours, one):  # told of its noisy tokens alone
+        with gated.opened(ours, one):  # told of its noisy tokens alone
             alone = ours(input_ids=ids[:1], position_ids=position[:1], attention_mask=mask).logits
         assert torch.allclose(alone, theirs[:1], atol=1e-5)
     assert torch.equal(found[~noisy], plain[~noisy])
@@ -199,7 +201,7 @@ def test_what_a_clean_token_would_add_does_not_matter(dtype):
     noisy = torch.tensor([[[False], [True], [True]]])
     said = torch.randn(1, 3, layer.out_features).to(dtype)
     result = said.clone()
-    assert adapters.Addition(layer, "default")(result, hidden, noisy) is result
+    assert gated.Addition(layer, "default")(result, hidden, noisy) is result
     assert torch.equal(result[0, 0], said[0, 0])
     assert result[0, 1:].isfinite().all()
     expected = said + layer.lora_B["default"](layer.lora_A["default"](hidden)) * 2
@@ -213,7 +215,7 @@ def test_biases_of_an_adapter_are_refused():
     layer = net.base_model.model.model.layers[0].self_attn.q_proj
     layer.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(layer.out_features))
     with pytest.raises(ValueError, match="lora_bias must be false"):
-        adapters.Addition(layer, "default")
+        gated.Addition(layer, "default")
 
 
 def test_micro_batches_without_a_mask_cost_nothing(tmp_path):
@@ -272,17 +274,49 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
     layout = decoding_layout(position, torch.tensor([2, 4]), torch.tensor([5, 5]))
     both = [[False, False, True, True, True], [False] * 4 + [True]]
     for rows, told in ((layout, both), (layout.map(lambda part: part[:1]), [both[0][2:]])):
-        with adapters.gated(network, rows):
+        with gated.opened(network, rows):
             assert network.setblock_gate.noisy[..., 0].tolist() == told
             assert network.setblock_gate.whole == (len(told) == 1)
-    with adapters.gated(network, decoding_layout(position[:1], *[torch.tensor([5])] * 2)):
+    with gated.opened(network, decoding_layout(position[:1], *[torch.tensor([5])] * 2)):
         assert network.setblock_gate.noisy is None
     one = layout.map(lambda part: part[:1].clone())
     one.block[0, 3] = CLEAN  # as padding is
-    with adapters.gated(network, one):
-        assert network.setblock_gate.noisy[..., 0].tolist() == [[True, False, True]]
+    with gated.opened(network, one):
+        noisy: Any = network.setblock_gate.noisy
+        assert noisy[..., 0].tolist() == [[True, False, True]]
         assert not network.setblock_gate.whole
     assert not network.setblock_gate.whole
+
+
+def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
+    from peft import LoKrConfig
+
+    base = checkpoint("llama-tied")
+
+    def saved(name: str, made: Any) -> str:
+        made.peft_config["default"].base_model_name_or_path = str(base)
+        made.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        return str(tmp_path / name)
+
+    def words(**more: Any) -> Any:
+        return {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **more}
+
+    other = get_peft_model(load(base).network, LoKrConfig(**words()))
+    rowless = get_peft_model(load(base).network, LoraConfig(**words(alora_invocation_tokens=[4])))
+    lora = get_peft_model(load(base).network, LoraConfig(**words()))
+    lacking, empty = saved("lacking", lora), saved("empty", lora)
+    weights = load_file(f"{lacking}/adapter_model.safetensors")
+    some = {name: weight for name, weight in weights.items() if "layers.1" not in name}
+    save_file(some, f"{lacking}/adapter_model.safetensors")
+    (tmp_path / "empty" / "adapter_model.safetensors").unlink()
+    for name, message in (
+        (saved("other", other), "an adapter of peft's type LOKR, where only LORA can be put on"),
+        (saved("rowless", rowless), "a gated adapter must have trained one row of the input"),
+        (lacking, r"the adapter lacks weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
+        (empty, "the adapter's folder has no adapter_model.safetensors"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load(name)
 
 
 def test_an_adapter_is_put_on_without_a_warning(checkpoint, tmp_path):
@@ -297,7 +331,7 @@ def test_an_adapter_is_put_on_without_a_warning(checkpoint, tmp_path):
 def test_products_of_16_bits_are_left_to_the_compiler(checkpoint, tmp_path, monkeypatch):
     gated_adapter(load(checkpoint("llama-tied")), tmp_path)
     model = load(tmp_path, dtype="bfloat16", device="cpu")
-    parts = [part for part in model.network.modules() if isinstance(part, adapters.Addition)]
+    parts = [part for part in model.network.modules() if isinstance(part, gated.Addition)]
     assert {part.down.dtype for part in parts} == {part.up.dtype for part in parts}
     assert {part.up.dtype for part in parts} == {torch.float32}
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)

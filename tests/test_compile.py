@@ -95,7 +95,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from test_adapters import adapted
-from setblock.adapters import FEW, Addition
+from setblock.gated import FEW, Addition
 layer = adapted().base_model.model.model.layers[0].self_attn.q_proj
 for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
     layer.base_layer.to(dtype)

@@ -37,8 +37,8 @@ class FallbackModel(TableModel):
 
     BYTES = sorted({*"\n€😀".encode(), 0xFF})
 
-    def __init__(self, *tables: torch.Tensor) -> None:
-        super().__init__(*tables)
+    def __init__(self, next_token: torch.Tensor, noisy: torch.Tensor) -> None:
+        super().__init__(next_token, noisy)
         self.byte_ids = frozenset(range(4, 4 + len(self.BYTES)))
 
     def decode(self, ids: list[int]) -> str:
@@ -444,7 +444,8 @@ def test_bytes_of_a_vocabulary(checkpoint) -> None:
     tokenizer = load(checkpoint("llama"), device="cpu").tokenizer
     assert _byte_ids(tokenizer) == frozenset()
     tokenizer.add_tokens(["<0x0A>", "<0xF0>", "<0xZZ>"])
-    assert _byte_ids(tokenizer) == {*tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>"])}
+    expected = {tokenizer.convert_tokens_to_ids(name) for name in ("<0x0A>", "<0xF0>")}
+    assert _byte_ids(tokenizer) == expected
 
 
 @settings(deadline=None, max_examples=300)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from setblock import adapters, generate, packed
+from setblock.gated import Addition
 from setblock.loading import load
 from setblock.masks import causal_layout
 from setblock.model import ModelError
@@ -125,7 +126,7 @@ def test_a_gated_adapter_leaves_next_tokens_alone(checkpoint, gated):
     assert adapted.gated
     layers = [type(layer) for layer in adapted.network.modules()]
     assert torch.nn.Linear not in layers
-    assert layers.count(adapters.Addition) == 14, "of seven layers in each of two blocks"
+    assert layers.count(Addition) == 14, "of seven layers in each of two blocks"
     assert layers.count(PackedLinear) == [type(one) for one in base.network.modules()].count(
         PackedLinear
     )

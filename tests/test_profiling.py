@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from setblock import cache, decode, profiling
+from setblock import cache, decode, packed, profiling
 from setblock.loading import load
 from setblock.sampling import Sampler
 from setblock.solvers import EntropyBound
@@ -29,6 +30,22 @@ def test_an_operation_belongs_to_the_innermost(names, kind):
     for name in reversed(names):
         event = SimpleNamespace(name=name, cpu_parent=event)
     assert profiling._kind_of(event) == kind
+
+
+@pytest.mark.skipif(
+    packed.missing(torch.device("cpu"), torch.float32) is not None, reason="no packed weights here"
+)
+@pytest.mark.parametrize("intel", [True, False])
+def test_packed_layers_have_their_share(checkpoint, monkeypatch, intel):
+    """Whoever's kernels they call."""
+    if intel and not torch.backends.mkl.is_available():
+        pytest.skip("no MKL here")
+    monkeypatch.setattr(packed, "intel", lambda: intel)
+    monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
+    model = load(checkpoint("llama"), dtype="float32", device="cpu", pack=True)
+    line = profiling.profiled(model, [[5, 9]], 1, ignore_eos=True, mode="ntp", max_new_tokens=8)
+    assert line["shares"]["linears"] > 0
+    assert line["shares"]["head"] > 0
 
 
 def test_shares_of_a_run(checkpoint):

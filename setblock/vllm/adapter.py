@@ -13,7 +13,7 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 )
 
 from setblock import chain
-from setblock.adapters import Addition, Gate, GatedLinear
+from setblock.gated import Addition, Gate, GatedLinear
 from setblock.loading import load
 
 

@@ -1,0 +1,239 @@
+"""A gated adapter as it decodes: what it adds to the outputs of layers, for noisy tokens alone.
+
+put_on()     the network with a trained adapter
+opened()     tells its layers which tokens of a forward are noisy
+Addition     what an adapter adds to one linear layer, vLLM's included
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from setblock.adapters import (
+    chain_of,
+    check_chain,
+    is_gated,
+    peft_offsets,
+    scale_of,
+    unwrapped,
+    with_chain,
+    with_row,
+)
+from setblock.masks import CLEAN, Layout
+
+FEW = 32  # tokens of a forward
+
+
+@dataclass
+class Gate:
+    """Which of the last tokens of the forward under way are noisy, [batch, last, 1].
+
+    None: none of them. With more than one row, all tokens are told of.
+    whole: each token told of is noisy, known of a single row alone.
+    """
+
+    noisy: torch.Tensor | None = None
+    whole: bool = False
+
+
+class Addition(torch.nn.Module):
+    """What an adapter adds to the output of a linear layer: a product of two thin matrices."""
+
+    def __init__(self, layer: Any, adapter: str) -> None:
+        super().__init__()
+        base: Tensor = layer.base_layer.weight
+        # Training keeps float32 beside a smaller base, and so do a CPU's libraries, whose calls for
+        # products of 16 bits take longer than such products. Four bits are packed into bytes.
+        narrow = base.dtype.is_floating_point and base.device.type != "cpu"
+        kind = base.dtype if narrow else torch.float32
+        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+        if up.bias is not None:
+            raise ValueError("a gated adapter has no biases: lora_bias must be false")
+        scaled = up.weight.detach() * layer.scaling[adapter]
+        # As products want them, [in, rank] and [rank, out].
+        self.down = Parameter(down.weight.detach().t().to(kind).contiguous(), requires_grad=False)
+        self.up = Parameter(scaled.t().to(kind).contiguous(), requires_grad=False)
+
+    def forward(
+        self,
+        result: Float[Tensor, "... width"],
+        hidden: Float[Tensor, "... hidden"],
+        noisy: Bool[Tensor, "... 1"],
+        whole: bool = False,
+    ) -> Float[Tensor, "... width"]:
+        """`result`, to which the additions of noisy tokens were added in place; see `Gate`."""
+        kind, gate = self.down.dtype, noisy.reshape(-1, 1)
+        tokens = hidden.reshape(-1, hidden.shape[-1])[-len(gate) :]
+        flat = result.view(-1, result.shape[-1])[-len(gate) :]
+        # For a few tokens loops of the compiler's are quicker than calls of a library's: for the
+        # first, thin product, and in 16 bits for both.
+        compiling = torch.compiler.is_compiling() and hidden.device.type == "cpu"
+        loops = compiling and len(tokens) <= FEW
+        if loops and kind.itemsize < 4:
+            thin = torch.where(gate, (tokens[:, :, None].float() * self.down).sum(dim=1), 0.0)
+            flat += (thin[:, :, None] * self.up).sum(dim=1)
+            return result
+        tokens = tokens.to(kind)
+        thin = (tokens[:, :, None] * self.down).sum(dim=1) if loops else torch.mm(tokens, self.down)
+        if not whole:
+            thin = torch.where(gate, thin, 0.0)
+        if flat.dtype == thin.dtype:
+            flat.addmm_(thin, self.up)
+        else:
+            flat += torch.mm(thin, self.up)
+        return result
+
+
+def to_compile(network: Any) -> None:
+    """Additions of a network on a CPU in its type: what torch.compile makes of them there reads
+    fewer bytes then, and calls no library.
+    """
+    for module in network.modules():
+        if isinstance(module, Addition):
+            module.to(network.dtype)
+
+
+class GatedLinear(torch.nn.Module):
+    """A linear layer with an addition for the tokens that its gate names.
+
+    What peft's own layer computes, without its work for each row and layer of a forward; clean
+    tokens get what the layer itself says.
+    """
+
+    def __init__(self, layer: Any, gate: Gate, adapter: str) -> None:
+        super().__init__()
+        self.base, self.gate, self.addition = layer.base_layer, gate, Addition(layer, adapter)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = self.base(hidden)
+        if self.gate.noisy is None:
+            return result
+        # Compiled, telling the two apart would gain nothing and take kernels of their own.
+        whole = not torch.compiler.is_compiling() and self.gate.whole
+        return self.addition(result, hidden, self.gate.noisy, whole)
+
+
+class MaskEmbedding(torch.nn.Module):
+    """A hook for an embedding layer: the mask token's row that an adapter has trained."""
+
+    trained: torch.Tensor
+
+    def __init__(self, mask_token_id: int, trained: torch.Tensor) -> None:
+        super().__init__()
+        self.mask_token_id = mask_token_id
+        self.register_buffer("trained", trained, persistent=False)
+
+    def forward(self, layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return with_row(output, args[0] == self.mask_token_id, self.trained)
+
+
+@contextmanager
+def opened(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
+    """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
+    on, for one that is trained, or for none.
+    """
+    gate: Gate | None = getattr(network, "setblock_gate", None)
+    if gate is None:
+        yield peft_offsets(network, layout)
+        return
+    noisy, first = layout.block != CLEAN, 0
+    if len(noisy) > 1:
+        some = bool(noisy.any())
+    else:
+        [line] = noisy.tolist()
+        some = True in line
+        first = line.index(True) if some else 0
+        gate.whole = all(line[first:])
+    # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
+    gate.noisy = noisy[:, first:, None].clone() if some else None
+    try:
+        yield {}
+    finally:
+        gate.noisy, gate.whole = None, False
+
+
+def put_on(
+    network: PreTrainedModel, folder: str | Path, mask_token_id: int, chain_width: int = 0
+) -> Any:
+    """The network with the adapter of this folder or hub repository, ready to decode.
+
+    chain_width: of the chain that was trained with it, 0 for none.
+
+    A low-rank adapter is folded into the weights; a gated one stays beside them, in layers of our
+    own and with its mask embedding put in by a hook: in every forward peft would build masks in
+    every layer, and copy the whole embedding.
+    Raises: ValueError for adapters of other kinds, and for one that lacks weights.
+    """
+    with_chain(network, chain_width)
+    adapted = _wrapped(network, folder)
+    check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
+    if not is_gated(adapted):
+        return adapted.merge_and_unload()
+    wrapper: Any = network.get_input_embeddings()
+    rows = getattr(getattr(wrapper, "token_adapter", None), "token_indices", {})
+    if [len(own) for own in rows.values()] != [1]:
+        raise ValueError("a gated adapter must have trained one row of the input embedding")
+    [trained] = wrapper.token_adapter.trainable_tokens_delta[adapted.active_adapter].detach()
+    embedding = unwrapped(wrapper)
+    network.set_input_embeddings(embedding)
+    network.setblock_mask = MaskEmbedding(mask_token_id, trained * scale_of(embedding))
+    embedding.register_forward_hook(network.setblock_mask)
+    head: Any = network.get_output_embeddings()
+    if network.config.tie_word_embeddings:
+        network.set_output_embeddings(unwrapped(head))
+    adapted.requires_grad_(False)
+    from peft.tuners.lora import LoraLayer
+
+    gate = Gate()
+    for name, module in list(network.named_modules()):
+        if isinstance(module, LoraLayer):
+            network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
+    network.setblock_gate = gate  # type: ignore[assignment]
+    if (trained_chain := chain_of(network)) is not None:
+        network.setblock_chain = trained_chain.to(network.dtype)
+    return network
+
+
+def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
+    """The network in peft's layers, with the adapter's weights in them."""
+    with _quiet():
+        from peft import LoraConfig, PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, LoraConfig):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(f"an adapter of peft's type {kind}, where only LORA can be put on")
+        names = ("adapter_model.safetensors", "adapter_model.bin")
+        if Path(folder).is_dir() and not any(Path(folder, name).is_file() for name in names):
+            raise ValueError(f"the adapter's folder has no {names[0]}")
+        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+        try:
+            return PeftModel.from_pretrained(network, folder)
+        except UserWarning as error:
+            first = str(error).partition("[")[2].partition(",")[0].strip("]'. ")
+            raise ValueError(f"the adapter lacks weights, {first} the first of them") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries say of each other, which nobody here can act on."""
+    bits = logging.getLogger("bitsandbytes")  # of kernels for a CPU that it does not find
+    level = bits.level
+    bits.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # peft asks a network for a name that transformers is giving up.
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
+            yield
+    finally:
+        bits.setLevel(level)
