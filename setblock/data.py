@@ -242,6 +242,7 @@ def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> 
     wanted = " or ".join(" and ".join(columns) for columns in formats)
     found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
     hint = " (prompts alone: --answers model)" if "prompt" in names else ""
+    hint = hint or " (--prompt-field and --completion-field name other columns)"
     raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}{hint}")
 
 

@@ -5,7 +5,6 @@ opened()     tells its layers which tokens of a forward are noisy
 Addition     what an adapter adds to one linear layer, vLLM's included
 """
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,9 +205,11 @@ def put_on(
 
 def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
     """The network in peft's layers, with the adapter's weights in them."""
-    with _quiet():
-        from peft import LoraConfig, PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
 
+    with warnings.catch_warnings():
+        # peft asks a network for a name that transformers is giving up.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             kind = getattr(config.peft_type, "value", config.peft_type)
@@ -222,18 +223,3 @@ def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
         except UserWarning as error:
             first = str(error).partition("[")[2].partition(",")[0].strip("]'. ")
             raise ValueError(f"the adapter lacks weights, {first} the first of them") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what libraries say of each other, which nobody here can act on."""
-    bits = logging.getLogger("bitsandbytes")  # of kernels for a CPU that it does not find
-    level = bits.level
-    bits.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # peft asks a network for a name that transformers is giving up.
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
-            yield
-    finally:
-        bits.setLevel(level)

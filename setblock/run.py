@@ -21,6 +21,7 @@ from setblock.solvers import parse
 
 ANSWERS = ("data", "model")
 OWN = "own:"  # data of this name are prompts that the model makes up
+REFUSED = {"resume_from_checkpoint", "chat_template_path", "eos_token"}  # fields of SFTConfig
 ATTENTIONS = ("sdpa", "flex_attention")
 # Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
 FREE = (
@@ -186,11 +187,12 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         args=[*words, *arguments], return_remaining_strings=True
     )
     if unknown:
-        known = [field.name for kind in (Run, SBDConfig) for field in fields(kind)]
+        known = {field.name for kind in (Run, SBDConfig) for field in fields(kind)} - REFUSED
+        known |= {"model", "config", "json"}
         asked = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         near = [f"--{name.replace('_', '-')}" for name in get_close_matches(asked, known)]
         raise ValueError(
-            f"unknown training option {unknown[0]!r}: not a field of SFTConfig"
+            f"unknown training option {unknown[0]!r}, and no field of SFTConfig"
             + (f"; did you mean {' or '.join(near)}?" if near else "")
         )
     probes = run.eval_data is not None or run.decode_every

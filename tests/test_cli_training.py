@@ -245,7 +245,10 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
     ("words", "message"),
     [
         (["--no-such-option", "1"], "unknown training option '--no-such-option'"),
-        (["--max-step", "3"], "not a field of SFTConfig; did you mean --max-steps"),
+        (
+            ["--max-step", "3"],
+            "option '--max-step', and no field of SFTConfig; did you mean --max-steps or",
+        ),
         (["--matp-wieght", "1"], "did you mean --matp-weight?"),
         (["--max-steps", "many"], "max_steps"),
         (["--objective", "diffusion"], "objective"),

@@ -198,8 +198,9 @@ def test_the_command(run, answering, tmp_path) -> None:
         ("--count", 0, "count must be at least 1, got 0"),
     ):
         assert message in run("prompts", "any", *words, name, value).error
-    missing = [*words[:-1], tmp_path / "no" / "p.jsonl"]
-    assert run("prompts", "any", *missing).error == f"no folder '{tmp_path / 'no'}' for --out"
+    fresh = [*words[:-1], tmp_path / "new" / "folder" / "p.jsonl"]
+    assert run("prompts", "any", *fresh).code == 0
+    assert fresh[-1].is_file()
 
 
 def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) -> None:

@@ -20,8 +20,17 @@ from setblock.cli import (
 )
 from setblock.cli.common import app, fail
 
+# What `setblock --help` lists together.
+PANELS = {
+    "Use a model": ("generate", "demo", "info", "serve"),
+    "Train one": ("train", "prompts", "merge", "export"),
+    "Measure": ("evaluate", "benchmark", "profile", "report"),
+    "Choose settings": ("tune", "plan", "roofline"),
+}
 # A docstring's lines are as long as the code's; a paragraph of help is as wide as the terminal.
 for command in app.registered_commands:
+    name = command.name or getattr(command.callback, "__name__", "")
+    command.rich_help_panel = next(panel for panel, names in PANELS.items() if name in names)
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 

@@ -51,7 +51,8 @@ def benchmark(
     data: DataOption = None,
     limit: Annotated[int, typer.Option(help="Prompts.")] = 8,
     batch_size: Annotated[
-        list[int] | None, typer.Option(help="Prompts answered together; again. Default: 1.")
+        list[int] | None,
+        typer.Option(help="Prompts answered together; may be given again. Default: 1."),
     ] = None,
     prompt_length: Annotated[
         list[int] | None,
@@ -76,7 +77,8 @@ def benchmark(
     cached: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tokens in the cache of the timed forwards; again. Default: 128 and 512."
+            help="Tokens in the cache of the timed forwards; may be given again. Default: 128 and "
+            "512."
         ),
     ] = None,
     solver: Annotated[
@@ -86,7 +88,7 @@ def benchmark(
     block_size: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tokens of a block; again for more. Default: the checkpoint's.",
+            help="Tokens of a block; may be given again. Default: the checkpoint's.",
             rich_help_panel=DECODING,
         ),
     ] = None,

@@ -109,8 +109,7 @@ BlockSizeOption = Annotated[
     int | None,
     typer.Option(
         help="Tokens of a block. Default: the checkpoint's, else 16. Mode verified: what `tune` "
-        "wrote, else the length, up to that one, that is quickest by arithmetic; with --draft "
-        "solver that one.",
+        "wrote, else the length, up to that one, that is quickest by arithmetic.",
         rich_help_panel=DECODING,
     ),
 ]
@@ -267,7 +266,6 @@ def starting() -> Status:
 
 def quiet_libraries() -> None:
     """What libraries say at import and nobody here can act on, before they are imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # no prebuilt CPU kernels for it
     # trl's own default for SFTConfig; transformers will rename the field.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 

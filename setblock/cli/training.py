@@ -28,6 +28,10 @@ from setblock.cli.common import (
     starting,
 )
 
+# Parts of the long --help of `train`.
+DATA, ADAPTER, ANSWERS = "Data", "Adapter", "The model's own answers"
+WATCHING = "Watching"
+
 
 @app.command()
 def prompts(
@@ -59,9 +63,8 @@ def prompts(
     with starting():
         from setblock.prompts import Sampling, write_prompts
 
-    if not out_file.parent.is_dir():
-        raise ValueError(f"no folder {str(out_file.parent)!r} for --out")
     model = load_model(model_name, dtype, device, None)
+    out_file.parent.mkdir(parents=True, exist_ok=True)
     sampling = Sampling(seed, max_tokens, temperature, top_p)
     done = None
 
@@ -115,28 +118,45 @@ def train(
             "Default: full."
         ),
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Of the adapter. Default: 32.")] = None,
-    lora_alpha: Annotated[int | None, typer.Option(help="Its scale. Default: 64.")] = None,
-    lora_dropout: Annotated[float | None, typer.Option(help="Default: 0.")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Of the adapter. Default: 32.", rich_help_panel=ADAPTER)
+    ] = None,
+    lora_alpha: Annotated[
+        int | None, typer.Option(help="Its scale. Default: 64.", rich_help_panel=ADAPTER)
+    ] = None,
+    lora_dropout: Annotated[
+        float | None, typer.Option(help="Default: 0.", rich_help_panel=ADAPTER)
+    ] = None,
     chain_width: Annotated[
         int | None,
         typer.Option(
             help="Train a small network beside a gated adapter that joins the tokens of a draft, "
-            "of so many inner values, such as 256. Default: 0, none."
+            "of so many inner values, such as 256. Default: 0, none.",
+            rich_help_panel=ADAPTER,
         ),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Of a hub dataset. Default: train.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Of a hub dataset. Default: train.", rich_help_panel=DATA)
+    ] = None,
     prompt_field: Annotated[
-        str | None, typer.Option(help="The column of prompts. Default: prompt.")
+        str | None,
+        typer.Option(help="The column of prompts. Default: prompt.", rich_help_panel=DATA),
     ] = None,
     completion_field: Annotated[
-        str | None, typer.Option(help="The column of answers. Default: completion.")
+        str | None,
+        typer.Option(help="The column of answers. Default: completion.", rich_help_panel=DATA),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat", help="Put prompt and completion texts into the chat template."),
+        typer.Option(
+            "--chat",
+            help="Put prompt and completion texts into the chat template.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Train on the first rows only.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Train on the first rows only.", rich_help_panel=DATA)
+    ] = None,
     attention: Annotated[
         str | None, typer.Option(help="sdpa, or flex_attention on a GPU. Default: sdpa.")
     ] = None,
@@ -144,26 +164,42 @@ def train(
         str | None,
         typer.Option(
             help="data: learn the data's answers. model: let the model answer the prompts first, "
-            "and learn its own answers; rows need no more than a prompt. Default: data."
+            "and learn its own answers; rows need no more than a prompt. Default: data.",
+            rich_help_panel=ANSWERS,
         ),
     ] = None,
     answer_tokens: Annotated[
-        int | None, typer.Option(help="Length limit of generated answers. Default: 256.")
+        int | None,
+        typer.Option(
+            help="Length limit of generated answers. Default: 256.", rich_help_panel=ANSWERS
+        ),
     ] = None,
     answer_batch_size: Annotated[
-        int | None, typer.Option(help="Prompts answered together. Default: 16.")
+        int | None,
+        typer.Option(help="Prompts answered together. Default: 16.", rich_help_panel=ANSWERS),
     ] = None,
     eval_data: Annotated[
         str | None,
-        typer.Option(help="Held-out rows for the losses of --eval-strategy steps or epoch."),
+        typer.Option(
+            help="Held-out rows for the losses of --eval-strategy steps or epoch.",
+            rich_help_panel=WATCHING,
+        ),
     ] = None,
     decode_data: Annotated[
-        str | None, typer.Option(help="Held-out prompts and completions, decoded now and then.")
+        str | None,
+        typer.Option(
+            help="Held-out prompts and completions, decoded now and then.", rich_help_panel=WATCHING
+        ),
     ] = None,
-    decode_every: Annotated[int | None, typer.Option(help="Steps between two decodings.")] = None,
-    decode_limit: Annotated[int | None, typer.Option(help="Rows to decode. Default: 32.")] = None,
+    decode_every: Annotated[
+        int | None, typer.Option(help="Steps between two decodings.", rich_help_panel=WATCHING)
+    ] = None,
+    decode_limit: Annotated[
+        int | None, typer.Option(help="Rows to decode. Default: 32.", rich_help_panel=WATCHING)
+    ] = None,
     decode_solver: Annotated[
-        str | None, typer.Option(help="With this solver. Default: entropy:0.1.")
+        str | None,
+        typer.Option(help="With this solver. Default: entropy:0.1.", rich_help_panel=WATCHING),
     ] = None,
     resume: Annotated[
         bool | None, typer.Option("--resume", help="Go on from the output folder's checkpoint.")
@@ -176,11 +212,12 @@ def train(
     Needed, here or in --config: --model, --data and --output-dir. For example: --max-steps 1000
     --learning-rate 1e-5 --per-device-train-batch-size 4 --max-length 1024.
 
-    Beside SFTConfig's, of set block training: --objective sbd|ntp, --min-block-size,
-    --max-block-size, --full-mask-share, --suffix-mask-share, --matp-weight, --self-distill,
-    --first-slot-loss yes|no, --end-fill, --drop-ragged-block, --idle-blocks drop|keep,
-    --logits-chunk-size;
-    docs/training.md says what each does.
+    Of set block training: --objective sbd|ntp (both losses, or next tokens alone),
+    --min-block-size and --max-block-size (2 to 16), --full-mask-share and --suffix-mask-share (of
+    rows whose blocks are masked throughout, or from some position to their end), --matp-weight (of
+    the masked-token loss), --self-distill (how far its target is the model's own distribution),
+    --first-slot-loss yes|no, --end-fill (end tokens behind an answer), --drop-ragged-block,
+    --idle-blocks drop|keep, --logits-chunk-size. docs/training.md says more of each.
 
     Ctrl-C or SIGTERM saves a checkpoint after the step; --resume goes on from it.
     """

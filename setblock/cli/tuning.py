@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from setblock.cli.common import (
+    DECODING,
     Compile,
     CompileOption,
     DeviceOption,
@@ -56,16 +57,23 @@ def tune(
     ] = "clock",
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="To try, sbd or verified; may be given again. Default: both."),
+        typer.Option(
+            help="To try, sbd or verified; may be given again. Default: both.",
+            rich_help_panel=DECODING,
+        ),
     ] = None,
     solver: Annotated[
         list[str] | None,
-        typer.Option(help="To try in mode sbd; may be given again. Default: eleven, of 3 kinds."),
+        typer.Option(
+            help="To try in mode sbd; may be given again. Default: eleven, of 3 kinds.",
+            rich_help_panel=DECODING,
+        ),
     ] = None,
     block_size: Annotated[
         list[int] | None,
         typer.Option(
-            help="To try; may be given again. Default: the model's, in mode verified all up to it."
+            help="To try; may be given again. Default: the model's, in mode verified all up to it.",
+            rich_help_panel=DECODING,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Items decoded together.")] = 1,
