@@ -149,7 +149,7 @@ def test_command(run, tmp_path):
         "the quickest first",
         "pays up to a batch of",
         "3 ms per token",
-        "predicted ratio",
+        "predicted",
     ):
         assert word in text
     assert "right_size" not in run("plan", "qwen3-8b", "--json").json
