@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 from peft import PeftConfig
-from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerState, set_seed
 
 from setblock import adapters
 from setblock.answers import regenerate
@@ -117,60 +117,15 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     else:
         rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
-        set_seed(config.seed)  # of the adapter's first values
-        own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
-        if model.adapted:  # up to here as it decodes: folded, or in layers that can't be trained
-            base = base_of(str(place_of(run.model)))
-            assert base is not None
-            dtype = model.dtype
-            model.network = None  # one copy of the base at a time
-            bare = load(base, dtype, config.device)
-            if bare.mask_token_id != model.mask_token_id:  # the adapter was given another one
-                del bare
-                bare = load(base, dtype, config.device, model.mask_token_id)
-            if run.attention == "flex_attention":
-                bare.network.set_attn_implementation(run.attention)
-            place = place_of(run.model)
-            network: Any = adapters.attach_again(bare.network, place, run.chain_width)
-        else:
-            network = adapters.attach(
-                model.network,
-                lasting(run.model),
-                run.method,
-                model.mask_token_id,
-                run.lora_rank,
-                run.lora_alpha,
-                run.lora_dropout,
-                run.chain_width,
-            )
-        model = Model(network, model.tokenizer, model.name, settings=own)
+        model = _with_adapter(run, config, model)
     signals = SaveOnSignal()
     probe = None
     if held_out is not None:
-        options = {
-            "mode": "sbd",
-            "solver": run.decode_solver,
-            "block_size": config.max_block_size,
-            "max_new_tokens": run.answer_tokens,
-        }
-        probe = DecodeProbe(model, held_out, run.decode_every, options, say)
+        probe = _probe(run, config, model, held_out, say)
         probe.results += decodings
-    try:
-        trainer = SBDTrainer(
-            model.network,
-            config,
-            train_dataset=rows,
-            eval_dataset=None if judged is None else prepare(judged, model.tokenizer, run.chat),
-            processing_class=model.tokenizer,
-            callbacks=[signals, *([probe] if probe else [])],
-        )
-    except RuntimeError as error:  # such as a tracker that is not installed
-        raise ValueError(str(error)) from error
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(LogLines(say))
-    if not config.disable_tqdm and sys.stderr.isatty():
-        trainer.add_callback(Bar())
+    judged = None if judged is None else prepare(judged, model.tokenizer, run.chat)
+    callbacks = [signals, *([probe] if probe else []), LogLines(say)]
+    trainer = _trainer(config, model, rows, judged, callbacks)
     trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
     cost = estimate(trainer, done=0 if state is None else state.global_step)
     if state is None or not finished:
@@ -179,16 +134,9 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         save_record(settings, settings_file)
         if checkpoint is not None:
             write_lines(log, lines)
-    if state is not None and finished:
+    if checkpoint is not None and state is not None and finished:
         say(f"nothing left to train: {checkpoint} is the last step's")
-        trainer._load_from_checkpoint(str(checkpoint))
-        trainer.state = state
-        if config.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = run.output_dir / Path(state.best_model_checkpoint).name  # it may have been moved
-            if not best.is_dir():
-                raise ValueError(f"resume: the best model's checkpoint is gone: {best}")
-            state.best_model_checkpoint = str(best)
-            trainer._load_best_model()
+        _restore(trainer, checkpoint, state)
         total, steps = loss_sum(state), state.global_step
         loss = None if total is None else total / steps
         if probe is not None and all(line["step"] != steps for line in decodings):
@@ -219,6 +167,85 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         (run.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     trainer.leave()
     return summary
+
+
+def _with_adapter(run: Run, config: SBDConfig, model: Model) -> Model:
+    """The model with the adapter that is trained: a new one, or the one that it has."""
+    set_seed(config.seed)  # of the adapter's first values
+    own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
+    if model.adapted:  # up to here as it decodes: folded, or in layers that can't be trained
+        base = base_of(str(place_of(run.model)))
+        assert base is not None
+        dtype = model.dtype
+        model.network = None  # one copy of the base at a time
+        bare = load(base, dtype, config.device)
+        if bare.mask_token_id != model.mask_token_id:  # the adapter was given another one
+            del bare
+            bare = load(base, dtype, config.device, model.mask_token_id)
+        if run.attention == "flex_attention":
+            bare.network.set_attn_implementation(run.attention)
+        place = place_of(run.model)
+        network: Any = adapters.attach_again(bare.network, place, run.chain_width)
+    else:
+        network = adapters.attach(
+            model.network,
+            lasting(run.model),
+            run.method,
+            model.mask_token_id,
+            run.lora_rank,
+            run.lora_alpha,
+            run.lora_dropout,
+            run.chain_width,
+        )
+    return Model(network, model.tokenizer, model.name, settings=own)
+
+
+def _probe(
+    run: Run, config: SBDConfig, model: Model, held_out: Any, say: Callable[[str], None]
+) -> DecodeProbe:
+    """What decodes the held-out prompts now and then."""
+    options = {
+        "mode": "sbd",
+        "solver": run.decode_solver,
+        "block_size": config.max_block_size,
+        "max_new_tokens": run.answer_tokens,
+    }
+    return DecodeProbe(model, held_out, run.decode_every, options, say)
+
+
+def _trainer(
+    config: SBDConfig, model: Model, rows: Any, judged: Any, callbacks: list[Any]
+) -> SBDTrainer:
+    """The trainer of these rows, with our lines and bar in place of transformers'."""
+    try:
+        trainer = SBDTrainer(
+            model.network,
+            config,
+            train_dataset=rows,
+            eval_dataset=judged,
+            processing_class=model.tokenizer,
+            callbacks=callbacks,
+        )
+    except RuntimeError as error:  # such as a tracker that is not installed
+        raise ValueError(str(error)) from error
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if not config.disable_tqdm and sys.stderr.isatty():
+        trainer.add_callback(Bar())
+    return trainer
+
+
+def _restore(trainer: SBDTrainer, checkpoint: Path, state: TrainerState) -> None:
+    """The model of a run that has no step left, as its end would have left it."""
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = state
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        folder = Path(str(trainer.args.output_dir))
+        best = folder / Path(state.best_model_checkpoint).name  # it may have been moved
+        if not best.is_dir():
+            raise ValueError(f"resume: the best model's checkpoint is gone: {best}")
+        state.best_model_checkpoint = str(best)
+        trainer._load_best_model()
 
 
 def _as_adapted(run: Run, model: Model) -> Run:
