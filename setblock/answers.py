@@ -16,7 +16,7 @@ from setblock.model import Model
 from setblock.watch import prompts_of
 
 # Of a line in the file of answers, at least.
-OURS = {"index", "prompt", "prompt_ids", "token_ids", "text"}
+OURS = {"index": int, "prompt": object, "prompt_ids": list, "token_ids": list, "text": str}
 
 
 def regenerate(
@@ -46,7 +46,9 @@ def regenerate(
                 answer = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
-            if not (isinstance(answer, dict) and set(answer) >= OURS):
+            if not isinstance(answer, dict) or not all(
+                isinstance(answer.get(name), kind) for name, kind in OURS.items()
+            ):
                 raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
             index = answer["index"]
             asked = {**how, "prompt": rows[index]["prompt"] if index < len(rows) else None}

@@ -222,9 +222,11 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
         answers.regenerate(model, rows, file, 41, 2)
     with pytest.raises(ValueError, match="prompt of answer"):
         answers.regenerate(model, rows.select([3, 2, 1, 0]), file, 40, 2)
-    file.write_text('{"foo": 1}')
-    with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):
-        answers.regenerate(model, rows, file, 40, 2)
+    known = {"index": 0, "prompt": "a", "prompt_ids": [5], "token_ids": [6], "text": "b"}
+    for damaged in ({"foo": 1}, {**known, "index": "x"}, {**known, "token_ids": "zz"}):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match=r"answers\.jsonl:1: no answer of ours"):
+            answers.regenerate(model, rows, file, 40, 2)
 
 
 @pytest.mark.parametrize(("method", "whose"), [("gated", "base"), ("lora", "adapter")])
