@@ -180,7 +180,7 @@ def test_estimate_is_printed_and_leaves_no_trace(
     assert cost["parameters"] == cost["trained_parameters"]
     assert cost["weight_bytes"] == 4 * cost["parameters"]
     assert cost["peak_bytes"] > cost["weight_bytes"]
-    monkeypatch.setattr("setblock.finetune.estimate", lambda trainer: cost)
+    monkeypatch.setattr("setblock.finetune.estimate", lambda trainer, done: cost)
     again = train(monkeypatch, capsys, *where, "--output-dir", tmp_path / "b")
     weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

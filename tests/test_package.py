@@ -32,7 +32,7 @@ LEVELS = (
         "kinds",
     ),
     ("objective", "cache", "adapters", "nano", "machines", "tasks", "resume"),
-    ("mask_token", "batches", "head", "plan", "graphs"),
+    ("mask_token", "gated", "batches", "head", "plan", "graphs"),
     ("model", "totals"),
     ("loading", "decode", "views", "export"),
     ("verified", "likelihood", "train", "vllm"),
