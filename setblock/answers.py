@@ -16,7 +16,7 @@ from setblock.model import Model
 from setblock.watch import prompts_of
 
 # Of a line in the file of answers, at least.
-OURS = {"index": int, "prompt": object, "prompt_ids": list, "token_ids": list, "text": str}
+OURS = {"index": int, "prompt": (str, list), "prompt_ids": list, "token_ids": list, "text": str}
 
 
 def regenerate(

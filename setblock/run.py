@@ -21,7 +21,7 @@ from setblock.solvers import parse
 
 ANSWERS = ("data", "model")
 OWN = "own:"  # data of this name are prompts that the model makes up
-REFUSED = {"resume_from_checkpoint", "chat_template_path", "eos_token"}  # fields of SFTConfig
+REFUSED = ("chat_template_path", "eos_token")  # fields of SFTConfig that are the tokenizer's
 ATTENTIONS = ("sdpa", "flex_attention")
 # Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
 FREE = (
@@ -187,8 +187,8 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         args=[*words, *arguments], return_remaining_strings=True
     )
     if unknown:
-        known = {field.name for kind in (Run, SBDConfig) for field in fields(kind)} - REFUSED
-        known |= {"model", "config", "json"}
+        known = {field.name for kind in (Run, SBDConfig) for field in fields(kind)}
+        known = known - {*REFUSED, "resume_from_checkpoint"} | {"model", "config", "json"}
         asked = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         near = [f"--{name.replace('_', '-')}" for name in get_close_matches(asked, known)]
         raise ValueError(
@@ -213,7 +213,7 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
             f"eval_data={run.eval_data!r}, eval_strategy={str(config.eval_strategy.value)!r}"
         )
     get_reporting_integration_callbacks(config.report_to)  # refuses what it does not know
-    for name in ("chat_template_path", "eos_token"):
+    for name in REFUSED:
         if getattr(config, name, None) is not None:
             raise ValueError(f"{name}: give the model's tokenizer this setting instead")
     return config
