@@ -83,17 +83,8 @@ def _answered(
     """The score of these problems, put in these tokens."""
     score = Score(list(known))
     done = {sample.index for sample in known}
-    asked = [rows for rows in batches(prompts, batch_size) if not done.issuperset(rows)]
-    missing = [index for rows in asked for index in rows]
-    prompts = [prompts[index] for index in missing]
     check: Any = nano.check if form is None else form.task.check
-    if prompts:  # what follows from the number of rows follows from all of them, resumed or not
-        settings = settings_for(model, min(batch_size, len(problems)), **options)
-        if settings.mode == "verified":
-            own = ("solver",) if settings.draft == "solver" else ("branches", "seeds", "lookup")
-            names = ("draft", "block_size", *own)
-            options = options | {name: getattr(settings, name) for name in names}  # type: ignore[typeddict-item]
-    reveals: Iterator = stream(model, prompts, batch_size=batch_size, **options)
+    reveals: Iterator = stream(model, prompts, batch_size=batch_size, skip=done, **options)
     seconds = 0.0
     while True:
         begin = time.perf_counter()
@@ -102,11 +93,11 @@ def _answered(
         if reveal is None:
             return score
         if (generation := reveal.generation) is not None:
-            index = missing[reveal.row]
+            index = reveal.row
             if index in done:
                 seconds = 0.0  # they were counted when it was first decoded
                 continue
-            sample = _sample(model, prompts[reveal.row], index, problems[index].key, generation)
+            sample = _sample(model, prompts[index], index, problems[index].key, generation)
             correct = check(problems[index], generation.text) if check else None
             score.samples.append(replace(sample, correct=correct, wall_s=seconds))
             seconds = 0.0

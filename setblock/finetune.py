@@ -108,7 +108,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     if held_out is not None:
         held_out = _as_prompts(held_out, model, run, config, "the held-out decoding", say)
     if rows is None:
-        _make_up_prompts(run, model, config.seed, say)
+        make_up_prompts(run, model, config.seed, say)
         rows = _training_rows(run)
         settings["rows"] = fingerprint(rows)
     if run.answers == "model":
@@ -361,7 +361,7 @@ def _training_rows(run: Run) -> Any:
     )
 
 
-def _make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
+def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
     """Effects: run.prompts_file holds as many as were asked for."""
     count, file = run.own_prompts, run.prompts_file
     say(f"making up {count} prompts with the model itself; {file}")

@@ -1,7 +1,7 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -190,14 +190,23 @@ def stream(
     *,
     chat: bool = False,
     batch_size: int | None = None,
+    skip: Collection[int] = (),
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
-    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
-    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True)
+    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`.
+
+    skip: rows that need no answer; what is decoded together with others is decoded all the same.
+    """
+    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True, skip=skip)
 
 
 def _stream(
-    model: Model, ids: list[list[int]], batch_size: int | None, options: Options, text: bool
+    model: Model,
+    ids: list[list[int]],
+    batch_size: int | None,
+    options: Options,
+    text: bool,
+    skip: Collection[int] = (),
 ) -> Iterator[Reveal]:
     """text: whether each piece of a text is wanted, or its end alone."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
@@ -217,6 +226,7 @@ def _stream(
     return (
         reveal
         for rows in batches(ids, size)
+        if not set(rows) <= set(skip)
         for reveal in _stream_batch(model, ids, rows, settings, text or bool(settings.stop))
     )
 

@@ -4,7 +4,7 @@ Half of the items pick: every setting answers a few of them, the worse half of t
 out, the rest answer twice as many, and so on. The other half confirms: of the last few settings the
 fastest is taken whose loss on items that had no part in picking is, with the confidence asked for,
 at most the bound. Where items have no right answers, one is right that says what token by token
-says.
+says. Verified decoding needs no such proof: nothing but rounding parts it from token by token.
 """
 
 import random
@@ -223,8 +223,7 @@ def tune(
     for one in going:
         warm_up(one.options)
     count = min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
-    # Verified decoding in float32 is judged by its tokens.
-    needs_right = judged and not (exact and all(one["mode"] == "verified" for one in settings))
+    needs_right = judged and any(one["mode"] != "verified" for one in settings)
     while True:
         answer_in_turns((baseline, *going), 0, count)
         if needs_right and not any(one.correct for one in baseline.answers[0].values()):
@@ -233,7 +232,7 @@ def tune(
                 raise ValueError(
                     f"token by token gets none of {len(halves[0])} items right, so nothing can be "
                     "lost: look at the prompts and at max_new_tokens, or try mode verified alone, "
-                    "in float32, whose text is that of token by token"
+                    "whose text is that of token by token"
                 )
         lines = [_line(one, baseline, 0, count, target, 1, exact, judged) for one in going]
         order = sorted(range(len(going)), key=lambda i: _rank(lines[i], target))
@@ -250,7 +249,7 @@ def tune(
         _line(one, baseline, 1, len(halves[1]), target, len(going), exact, judged) for one in going
     ]
     finals.sort(key=lambda line: -line["speed"])
-    good = [line for line in finals if line["proven"] and line["speed"] > 1]
+    good = [one for one in finals if (one["proven"] or one["rounding"]) and one["speed"] > 1]
     first = Score(list(baseline.answers[1].values())).result()
     chosen = good[0] if good else _describe(baseline) | {"speed": 1.0, "drop": 0.0}
     return {
@@ -305,7 +304,8 @@ def _line(
     compared: how many settings share the error that `confidence` leaves (Bonferroni).
     judged: whether items have right answers; else the baseline's tokens are right.
     lossless: that the text can't differ, in mode "verified" in float32 (exact), and did not on any
-    item of either half. proven: that the loss is at most max_drop.
+    item of either half. rounding: else in mode "verified", where rounding alone makes texts differ;
+    no if right answers tell of a loss above max_drop. proven: that the loss is at most max_drop.
     """
     first, mine = (
         {index: some.answers[half][index] for index in range(count)} for some in (baseline, one)
@@ -324,7 +324,8 @@ def _line(
         if index in baseline.answers[part] and (part < half or index < count)
     ]
     differs = any(sample.token_ids != theirs.token_ids for sample, theirs in seen)
-    lossless = exact and one.options["mode"] == "verified" and not differs
+    verified = one.options["mode"] == "verified"
+    lossless = verified and exact and not differs
     return {
         **_describe(one),
         "n": len(pairs),
@@ -335,6 +336,7 @@ def _line(
         "tokens_per_forward": _per_forward(mine.values()),
         "speed": _speed(first.values(), mine.values(), target.by),
         "lossless": lossless,
+        "rounding": verified and not lossless and not (judged and low > target.max_drop),
         "proven": high <= target.max_drop or lossless,
     }
 
@@ -361,7 +363,8 @@ def words(settings: Mapping[str, Any]) -> str:
 
 def _rank(line: dict[str, Any], target: Target) -> tuple[float, float]:
     """Settings within the bound by what was seen come first, the fastest of them leading."""
-    return max(line["drop"] - target.max_drop, 0.0), -line["speed"]
+    loss = 0.0 if line["rounding"] else line["drop"] - target.max_drop
+    return max(loss, 0.0), -line["speed"]
 
 
 def _per_forward(samples: Any) -> float:

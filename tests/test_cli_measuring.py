@@ -146,9 +146,34 @@ def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypa
     assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
 
 
-def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch):
+def test_evaluate_with_sampling(run, trained):
+    """Verified decoding has token by token's samples; other noise gives others."""
+    words = ["--task", "lists", "--limit", "3", "--batch-size", "2", "--dtype", "float32", *SHORT]
+    words += ["--mode", "ntp", "--mode", "verified", "--json"]
+    noise = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--seed", "3"]
+    record = run("evaluate", trained, *words, *noise).json
+    wanted = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "seed": 3}
+    for line in record["results"]:
+        assert {name: line["settings"]["sampler"][name] for name in wanted} == wanted
+    [compared] = record["comparisons"]
+    assert compared["identical_share"] == 1
+    texts = [
+        run("evaluate", trained, *words, "--temperature", "1.5", "--seed", n).json for n in "34"
+    ]
+    first, second = (one["results"][0]["logprob_nats"] for one in texts)
+    assert first != second
+    for useless in noise[2:]:
+        if useless.startswith("--"):
+            value = noise[noise.index(useless) + 1]
+            error = run("evaluate", trained, *words[:-1], useless, value).error
+            assert error == f"{useless} is for sampling: give a --temperature above 0"
+
+
+@pytest.mark.parametrize("noise", [[], ["--temperature", "0.8"]])
+def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch, noise):
     """Killed after any answer, it ends with the record of one that was never stopped."""
     words = ["--task", "lists", "--task", "json", "--limit", "3", "--batch-size", "2", *SHORT]
+    words += noise
     whole = run("evaluate", trained, *words, "--out", tmp_path / "whole.json", "--json").json
     add, count = records.Journal.add, 0
 

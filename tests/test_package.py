@@ -40,6 +40,7 @@ LEVELS = (
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     ("answers", "prompts", "benchmark", "profiling", "tune", "measured", "estimate", "serve"),
     ("finetune", "report"),
+    ("speedup",),
     ("cli",),
     ("__main__",),
 )

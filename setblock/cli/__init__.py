@@ -15,6 +15,7 @@ from setblock.cli import (
     planning,
     reporting,
     serving,
+    speeding,
     training,
     tuning,
 )
@@ -23,7 +24,7 @@ from setblock.cli.common import app, fail
 # What `setblock --help` lists together.
 PANELS = {
     "Use a model": ("generate", "demo", "info", "serve"),
-    "Train one": ("train", "prompts", "merge", "export"),
+    "Train one": ("speedup", "train", "prompts", "merge", "export"),
     "Measure": ("evaluate", "benchmark", "profile", "report"),
     "Choose settings": ("tune", "plan", "roofline"),
 }
@@ -43,6 +44,7 @@ __all__ = [
     "planning",
     "reporting",
     "serving",
+    "speeding",
     "training",
     "tuning",
 ]
@@ -72,4 +74,6 @@ def main() -> None:
             "benchmark": f": the rounds that were whole are in {out}",
         }
         way = ways.get(sys.argv[1], "") if out and out.is_file() else ""
+        if sys.argv[1] == "speedup":
+            way = ": what is done is kept, the same command goes on"
         fail("interrupted" + way, code)

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from setblock.cli.common import (
     DECODING,
-    SAMPLING,
     BlockSizeOption,
     BranchesOption,
     Compile,
@@ -29,9 +28,13 @@ from setblock.cli.common import (
     ModeOption,
     PackOption,
     SeedFirstOption,
+    SeedOption,
     SeedsOption,
     SolverOption,
     Switch,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     app,
     busy_note,
     err,
@@ -54,7 +57,7 @@ def generate(
     text: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]",
+            metavar="PROMPT",
             help="Behind -- if it begins with a dash. Default: read from stdin, less a line break "
             "at its end.",
         ),
@@ -73,19 +76,10 @@ def generate(
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            help="Sample from the likeliest tokens of this mass.", rich_help_panel=SAMPLING
-        ),
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many tokens; 0 is all.", rich_help_panel=SAMPLING)
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the sampling noise.", rich_help_panel=SAMPLING)] = 0,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,

@@ -176,6 +176,15 @@ LenienceOption = Annotated[
     float | None,
     typer.Option(help=f"{LENIENCE_HELP} Default: 1, exactly those.", rich_help_panel=VERIFIED),
 ]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopPOption = Annotated[
+    float,
+    typer.Option(help="Sample from the likeliest tokens of this mass.", rich_help_panel=SAMPLING),
+]
+TopKOption = Annotated[
+    int, typer.Option(help="Sample from this many tokens; 0 is all.", rich_help_panel=SAMPLING)
+]
+SeedOption = Annotated[int, typer.Option(help="Of the sampling noise.", rich_help_panel=SAMPLING)]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(

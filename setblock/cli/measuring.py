@@ -27,8 +27,12 @@ from setblock.cli.common import (
     Mode,
     PackOption,
     SeedFirstOption,
+    SeedOption,
     SeedsOption,
     Switch,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     app,
     err,
     load_model,
@@ -114,6 +118,10 @@ def evaluate(
     seeds: SeedsOption = None,
     lookup: LookupOption = None,
     lenience: LenienceOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 0,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -151,6 +159,9 @@ def evaluate(
         from setblock.scores import Sample, compare
         from setblock.tasks import load_items
 
+    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed or None}
+    if not temperature and (useless := [name for name, value in sampled.items() if value]):
+        raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": compile.value} if compile is not Compile.off else {}
@@ -167,6 +178,7 @@ def evaluate(
         "seeds": seeds,
         "lookup": lookup,
         "lenience": lenience,
+        "temperature": temperature or None,
         "shots": shots or None,
         "plain": plain or None,
         "compile": compile if compile is not Compile.off else None,
@@ -230,6 +242,8 @@ def evaluate(
         split = split or "test"
         problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
+    if temperature:
+        common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     if form and not form.chat:
         common["stop"] = form.task.stop
     place = {} if form else {"split": split, "held_out": held_out}

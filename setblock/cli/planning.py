@@ -19,7 +19,7 @@ def roofline(
     model_name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, a bundled "
             "model, or the folder or hub name of a configuration. Default: llama-3.1-8b.",
         ),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,7 +105,7 @@ def train(
         Path | None, typer.Option(help="Where the trained MODEL goes, and its checkpoints.")
     ] = None,
     fields: Annotated[
-        list[str] | None, typer.Argument(metavar="[--FIELD VALUE]...", help="See above.")
+        list[str] | None, typer.Argument(metavar="--FIELD VALUE", help="See above.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -224,12 +225,8 @@ def train(
     from dataclasses import fields as fields_of
 
     quiet_libraries()
-    _check_packages()
+    check_packages()
     with starting():
-        import datasets
-        from tqdm import tqdm
-        from transformers.utils import logging as transformers_logging
-
         from setblock.finetune import finetune
         from setblock.run import Run
         from setblock.watch import Stopped
@@ -253,33 +250,23 @@ def train(
     run = Run(**settings)
     words += fields or []
 
-    def say(line: str) -> None:
-        with tqdm.external_write_mode(file=sys.stderr):  # above the progress bars
-            err.print(line, style="dim")
-
-    if not err.is_terminal:
-        datasets.disable_progress_bars()
-        transformers_logging.disable_progress_bar()
     try:
-        # The trainer prints its log lines.
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with telling(as_json) as say:
             summary = finetune(run, words, say)
     except Stopped as stop:
         name = str(stop)
         fail(
             f"stopped by {name} while the model wrote what it learns; the same command goes on "
             "with what there is",
-            128 + signal.Signals[name],
+            exit_code(name),
         )
     if as_json:
         print_json(summary)
     else:
         steps = summary["steps"]
         out.print(f"trained {steps} step{'s' * (steps != 1)}, saved to {summary['output_dir']}")
-    if summary["stopped_by"]:
-        name = summary["stopped_by"]
-        code = 128 + signal.Signals[name] if name in signal.Signals.__members__ else 130
-        fail(f"stopped by {name} with a checkpoint; go on with --resume", code)
+    if name := summary["stopped_by"]:
+        fail(f"stopped by {name} with a checkpoint; go on with --resume", exit_code(name))
 
 
 @app.command()
@@ -294,7 +281,7 @@ def merge(
 ) -> None:
     """Write a trained model as one checkpoint, an adapter folded into its base."""
     quiet_libraries()
-    _check_packages()
+    check_packages()
     with starting():
         from setblock.finetune import merge as fold
 
@@ -309,7 +296,34 @@ def merge(
     out.print(f"{model_name} is now one checkpoint, {output_dir}, in {dtype.value}")
 
 
-def _check_packages() -> None:
+@contextlib.contextmanager
+def telling(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Within, a training has what tells a line on stderr, above bars that only a terminal gets.
+
+    as_json: stdout, where the trainer prints its log lines, is stderr as well.
+    """
+    import datasets
+    from tqdm import tqdm
+    from transformers.utils import logging as transformers_logging
+
+    def say(line: str) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            err.print(line, style="dim")
+
+    if not err.is_terminal:
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield say
+
+
+def exit_code(stopped_by: str) -> int:
+    """Of a command that this signal stopped, or a signal to another rank."""
+    known = stopped_by in signal.Signals.__members__
+    return 128 + signal.Signals[stopped_by] if known else 130
+
+
+def check_packages() -> None:
     """Raises: ValueError that names the extra."""
     missing = [name for name in ("trl", "peft", "datasets", "accelerate") if not find_spec(name)]
     if missing:

@@ -1,9 +1,10 @@
 """The command that picks a setting: tune."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +14,7 @@ from setblock.cli.common import (
     Compile,
     CompileOption,
     DeviceOption,
+    Dtype,
     DtypeOption,
     JsonOption,
     MaskTokenOption,
@@ -27,6 +29,12 @@ from setblock.cli.common import (
     warm_up,
     warn_untrained,
 )
+
+if TYPE_CHECKING:
+    from setblock.evaluate import Form
+    from setblock.model import Model
+    from setblock.records import Journal
+    from setblock.tune import Target, Tried
 
 
 @app.command()
@@ -107,11 +115,11 @@ def tune(
     proven to be small enough is chosen. If nothing is both proven and faster, no setting is
     written.
 
-    Verified decoding in float32 needs no proof: its text is that of token by token. How many of its
-    drafts are accepted is measured first; of all block sizes and numbers of branches the six that
-    are quickest by arithmetic are tried, with drafts copied from the text (lookup) and some
-    without, and lookup alone, which needs no training. Tune with the --batch-size that you will
-    decode with.
+    Verified decoding needs no proof: its text is that of token by token, but for rounding, which in
+    bfloat16 lets many answers differ. How many of its drafts are accepted is measured first; of all
+    block sizes and numbers of branches the six that are quickest by arithmetic are tried, with
+    drafts copied from the text (lookup) and some without, and lookup alone, which needs no
+    training. Tune with the --batch-size that you will decode with.
 
     On items without right answers, such as --task prompts, an answer is right that says what token
     by token says. To lose nothing: --mode verified --task prompts --data YOURS.jsonl.
@@ -122,10 +130,9 @@ def tune(
     with starting():
         from setblock import evaluate, nano
         from setblock import tune as tuning
-        from setblock.checkpoint import BUNDLED, DRAFTING, write_settings
+        from setblock.checkpoint import BUNDLED
         from setblock.loading import fingerprint_of
         from setblock.records import Journal
-        from setblock.scores import Sample
         from setblock.tasks import TASKS, load_items, read_rows
     if not 0 <= max_drop < 100:
         raise ValueError(f"--max-drop must lie in 0..100 points, 100 left out, got {max_drop:g}")
@@ -183,41 +190,90 @@ def tune(
         "longest": model.defaults["block_size"],
         "common": common,
     }
-    acceptance = model.acceptance
     journal = Journal(request, out_file, resume, kept=("longest",))
+    line = search(model, journal, items, tried, target, batch_size, form, common)
+    written = write_choice(model_name, line, dtype, mask_token_id) if write else {}
+    if as_json:
+        print_json(journal.record)
+        return
+    tell(line)
+    if "mode" in written:
+        place = Path(model_name) / "generation_config.json"
+        out.print(f"written into {place}, where it was {tuning.words(line['before'])}")
+    elif "acceptance" in written:
+        out.print(f"written into {model_name}: the acceptance alone")
+
+
+def search(
+    model: "Model",
+    journal: "Journal",
+    items: Sequence[Any],
+    tried: "Tried",
+    target: "Target",
+    batch_size: int,
+    form: "Form | None",
+    common: dict[str, Any],
+) -> dict[str, Any]:
+    """The line of the journal's record that a search ends in; a finished record has it already.
+
+    Effects: rounds and answers are in the journal as they come.
+    """
+    from setblock import tune as tuning
+    from setblock.scores import Sample
+
     record = journal.record
-    tried = replace(tried, longest=record["request"]["longest"])
-    line = journal.finished(0)
-    if line is None:
-        record["rounds"] = []
+    if (line := journal.finished(0)) is not None:
+        return line
+    before = {**model.defaults, **model.drafting, "acceptance": model.acceptance}
+    record["rounds"] = []
 
-        def note(done: dict[str, Any]) -> None:
-            record["rounds"].append(done)
-            journal.save()
-            kept = sum(one["kept"] for one in done["settings"])
-            err.print(f"{done['items']} items, {len(done['settings'])} settings: {kept} go on")
+    def note(done: dict[str, Any]) -> None:
+        record["rounds"].append(done)
+        journal.save()
+        kept = sum(one["kept"] for one in done["settings"])
+        err.print(f"{done['items']} items, {len(done['settings'])} settings: {kept} go on")
 
+    count = 0
+
+    def add(run: int, sample: Sample) -> None:
+        nonlocal count
+        count += 1
+        journal.add(run, asdict(sample))
+        status.update(f"{count} answers timed")
+
+    with err.status("trying settings") as status:
         line = tuning.tune(
             model,
             items,
-            tried,
+            replace(tried, longest=record["request"]["longest"]),
             target,
             batch_size,
             form,
             warm_up=lambda options: warm_up(model, options),
             known=lambda run: [Sample.from_json(one) for one in journal.known(run)],
-            on_sample=lambda run, sample: journal.add(run, asdict(sample)),
+            on_sample=add,
             on_round=note,
             **common,
         )
-        journal.finish(line)
-    chosen = line["chosen"]
-    old, written = {**model.defaults, **model.drafting}, write and chosen["mode"] != "ntp"
-    measured = line.get("acceptance")
-    if write and measured is not None:
-        write_settings(model_name, acceptance=measured)
-    if written:
-        settings: dict[str, Any] = {"mode": chosen["mode"]}
+    line["before"] = before
+    journal.finish(line)
+    return line
+
+
+def write_choice(
+    folder: str | Path, line: dict[str, Any], dtype: Dtype | None, mask_token_id: int | None
+) -> dict[str, Any]:
+    """What of a search's line was put into a checkpoint: acceptance, and a faster setting if any.
+
+    dtype, mask_token_id: those that were typed, which are part of the choice.
+    """
+    from setblock.checkpoint import DRAFTING, write_settings
+
+    chosen, settings = line["chosen"], {}
+    if line["acceptance"] is not None:
+        settings["acceptance"] = line["acceptance"]
+    if chosen["mode"] != "ntp":
+        settings["mode"] = chosen["mode"]
         if chosen["mode"] == "verified":  # beside block size and solver of mode sbd
             settings["verified"] = {name: chosen[name] for name in DRAFTING}
         else:
@@ -226,28 +282,32 @@ def tune(
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
             settings["dtype"] = dtype.value
-        write_settings(model_name, **settings)
-    if as_json:
-        print_json(record)
-        return
-    out.print(_table(line["finalists"], by, line["judged"]))
+    write_settings(folder, **settings)
+    return settings
+
+
+def tell(line: dict[str, Any]) -> None:
+    """A search's finalists and its choice, on stdout."""
+    from setblock import tune as tuning
+
+    target = tuning.Target(line["max_drop"], line["confidence"], line["by"])
+    chosen = line["chosen"]
+    out.print(_table(line["finalists"], line["by"], line["judged"]))
     if any(one["lossless"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
-    if measured is not None:
-        kept = ", and written" if write else ""
-        out.print(f"acceptance of drafted tokens: {measured:.2f}, was {acceptance:.2f}{kept}")
-    unit = "the speed of token by token" if by == "clock" else "fewer forwards than token by token"
+    if any(one["rounding"] for one in line["finalists"]):
+        out.print("rounding: verified, whose text differs from token by token by rounding alone")
+    if line["acceptance"] is not None:
+        was = line["before"]["acceptance"]
+        out.print(f"acceptance of drafted tokens: {line['acceptance']:.2f}, was {was:.2f}")
+    clock = line["by"] == "clock"
+    unit = "the speed of token by token" if clock else "fewer forwards than token by token"
     out.print(f"chosen: {tuning.words(chosen)}, {chosen['speed']:.2f} times {unit}")
-    if written:
-        out.print(
-            f"written into {Path(model_name) / 'generation_config.json'}, where it was "
-            f"{tuning.words(old)}"
-        )
     if chosen["mode"] == "ntp":
         need = tuning.items_needed(target)
         out.print(
-            f"nothing faster is proven to lose at most {max_drop:g} points, and no setting is "
-            "written"
+            f"nothing faster is proven to lose at most {100 * line['max_drop']:g} points, and no "
+            "setting is written"
             + (f"; a setting that answers all alike needs {need} confirming items" if need else "")
             + f", here were {line['confirmed_on']}"
         )
@@ -269,6 +329,6 @@ def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
             "0, exact" if line["lossless"] else f"{100 * line['drop_bounds'][1]:.1f}",
             f"{line['tokens_per_forward']:.2f}",
             f"{line['speed']:.2f}x",
-            "yes" if line["proven"] else "no",
+            "yes" if line["proven"] else "rounding" if line["rounding"] else "no",
         )
     return shown

@@ -1,0 +1,203 @@
+"""The command that makes a model faster, from nothing to a setting: speedup."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from setblock.cli.common import (
+    MACHINE,
+    Compile,
+    CompileOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    app,
+    err,
+    fail,
+    load_model,
+    out,
+    print_json,
+    quiet_libraries,
+    starting,
+)
+from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, exit_code, telling
+from setblock.cli.tuning import search, tell, write_choice
+
+PROMPTS = 2000
+# Of the loss that text which rounding changed may show, as for `tune`.
+MAX_DROP, CONFIDENCE = 0.005, 0.95
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def speedup(
+    model_name: Annotated[str, typer.Option("--model", help="MODEL, as for `generate`.")],
+    output_dir: Annotated[
+        Path, typer.Option(help="Where the faster MODEL goes, and all that is made on the way.")
+    ],
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="--FIELD VALUE", help="See above.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts like those that it will be given: JSONL, JSON or Parquet file, or a "
+            f"dataset's hub name; may be given again. Default: own:{PROMPTS}, so many that a chat "
+            "model makes up itself.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of a hub dataset.", rich_help_panel=DATA)] = "train",
+    prompt_field: Annotated[
+        str, typer.Option(help="The column of prompts.", rich_help_panel=DATA)
+    ] = "prompt",
+    limit: Annotated[
+        int | None, typer.Option(help="Take the first prompts only.", rich_help_panel=DATA)
+    ] = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Plain text, no chat template.", rich_help_panel=DATA),
+    ] = False,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            help="Prompts that are not trained on: half pick the setting, half confirm it.",
+            rich_help_panel=DATA,
+        ),
+    ] = 16,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(help="Length limit of answers, learned and timed.", rich_help_panel=ANSWERS),
+    ] = 256,
+    answer_batch_size: Annotated[
+        int, typer.Option(help="Prompts answered together.", rich_help_panel=ANSWERS)
+    ] = 16,
+    lora_rank: Annotated[int, typer.Option(help="Of the adapter.", rich_help_panel=ADAPTER)] = 32,
+    batch_size: Annotated[
+        int,
+        typer.Option(help="Prompts decoded together, as you will.", rich_help_panel=MACHINE),
+    ] = 1,
+    dtype: DtypeOption = None,
+    compile: CompileOption = Compile.off,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a model faster that goes on saying the same: one command from a model to a setting.
+
+    The model answers prompts; a gated adapter, beside the untouched weights, learns to draft those
+    answers; and on prompts held out the clock chooses how much to draft. The output folder is a
+    MODEL that decodes `verified`, and its speedup.json tells what was done and how fast it is.
+
+    The same command goes on where it was stopped. Every option of `train`'s trainer may follow,
+    such as --max-steps 400, --per-device-train-batch-size 16 or --learning-rate 4e-4; by default
+    each answer is learned four times, 8 a step. Before the first step it says how long that takes.
+    """
+    quiet_libraries()
+    check_packages()
+    with starting():
+        from setblock.checkpoint import write_settings
+        from setblock.records import new_record, save_record
+        from setblock.run import Run
+        from setblock.speedup import CHAIN_WIDTH, learn
+        from setblock.watch import Stopped
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "speedup runs in one process: on several GPUs call train, with torchrun or accelerate, "
+            "and then tune"
+        )
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+    run = Run(
+        model=model_name,
+        data=data or [f"own:{PROMPTS}"],
+        output_dir=output_dir,
+        method="gated",
+        split=split,
+        prompt_field=prompt_field,
+        limit=limit,
+        chat=not plain,
+        answers="model",
+        answer_tokens=answer_tokens,
+        answer_batch_size=answer_batch_size,
+        lora_rank=lora_rank,
+        chain_width=CHAIN_WIDTH,
+    )
+    words = fields or []
+    request = {"held_out": held_out, "batch_size": batch_size, "fields": words}
+    request |= {"dtype": dtype and dtype.value, "compile": compile.value}
+    request |= {name: value for name, value in asdict(run).items() if name != "output_dir"}
+    file = output_dir / "speedup.json"
+    record = _of_same(file, request) or new_record() | {"request": request}
+    if "training" not in record:
+        try:
+            with telling(as_json) as say:
+                record["training"], held_out_file = learn(run, words, held_out, say)
+        except Stopped as stop:
+            fail(f"stopped by {stop}; the same command goes on", exit_code(str(stop)))
+        if name := record["training"]["stopped_by"]:
+            fail(f"stopped by {name} with a checkpoint; the same command goes on", exit_code(name))
+        record["held_out"] = str(held_out_file)
+        save_record(record, file)
+    if not record["results"]:
+        err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
+        line = _fastest(output_dir, record, dtype, compile)
+        write_choice(output_dir, line, dtype, None)
+        if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
+            write_settings(output_dir, mode="ntp")
+        record["results"] = [line]
+        save_record(record, file)
+    line = record["results"][0]
+    if as_json:
+        print_json(record)
+        return
+    tell(line)
+    chosen, name = line["chosen"], model_name
+    if chosen["mode"] == "ntp":
+        out.print(
+            f"{output_dir} decodes token by token: nothing else is faster on this machine yet. "
+            "More prompts, or more steps (--num-train-epochs, --max-steps), make better drafts"
+        )
+        return
+    but = ", but for rounding" if chosen["rounding"] else ""
+    out.print(f"{output_dir} says what {name} says{but}, {chosen['speed']:.2f} times as fast:")
+    out.print(f"setblock serve {output_dir}")
+
+
+def _of_same(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """The record that an earlier call with this request left; None without one."""
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return record if record.get("request") == json.loads(json.dumps(request)) else None
+
+
+def _fastest(
+    folder: Path, record: dict[str, Any], dtype: Dtype | None, compile: Compile
+) -> dict[str, Any]:
+    """What a search among verified settings ends in, by the clock on the held-out prompts."""
+    from setblock.evaluate import Form
+    from setblock.records import Journal
+    from setblock.resume import OWN_FOLDER
+    from setblock.tasks import TASKS, load_items, read_rows
+    from setblock.tune import Target, Tried
+
+    asked = record["request"]
+    rows = read_rows(record["held_out"])
+    form = Form(TASKS["prompts"], chat=asked["chat"], data=rows)
+    items = load_items(form.task, rows)
+    model = load_model(str(folder), dtype, None, None, compile)
+    tried, target = Tried(modes=("verified",)), Target(MAX_DROP, CONFIDENCE, "clock")
+    request = {
+        **asked,
+        "steps": record["training"]["steps"],
+        "longest": model.defaults["block_size"],
+    }
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
+    path = folder / OWN_FOLDER / f"settings-{digest}.json"
+    journal = Journal(request, path, path.exists(), kept=("longest",))
+    common = {"max_new_tokens": asked["answer_tokens"]}
+    return search(model, journal, items, tried, target, asked["batch_size"], form, common)

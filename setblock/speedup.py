@@ -1,0 +1,93 @@
+"""From a model to a faster one that says the same, as `setblock speedup` does before it tunes.
+
+Prompts, the model's own answers to them, and a gated adapter that learns to draft those; some
+prompts are kept back, for the clock to choose by.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from setblock.data import load_rows
+from setblock.finetune import finetune, make_up_prompts
+from setblock.loading import load
+from setblock.resume import OWN_FOLDER, PREFIX
+from setblock.run import Run, names_of, parse_config
+
+CHAIN_WIDTH = 256
+# Fields of SBDConfig for adapters that draft; what is typed comes first. docs/findings.md says what
+# was learned of each: whole blocks as drafts are, some from a random slot on, no loss where
+# verification has the token already.
+RECIPE = {
+    **{"min_block_size": 3, "max_block_size": 8},
+    **{"full_mask_share": 0.7, "suffix_mask_share": 0.3, "first_slot_loss": "no"},
+    **{"num_train_epochs": 4, "per_device_train_batch_size": 8, "learning_rate": 8e-4},
+    **{"lr_scheduler_type": "cosine", "warmup_steps": 20},
+    **{"train_sampling_strategy": "group_by_length", "logits_chunk_size": 8192},
+    **{"logging_steps": 10, "save_steps": 50, "save_total_limit": 1},
+}
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """Command-line words for fields of SBDConfig, and those of RECIPE that they do not set."""
+    rest = [name for name in RECIPE if name not in names_of(words)]
+    return words + [
+        part for name in rest for part in (f"--{name.replace('_', '-')}", str(RECIPE[name]))
+    ]
+
+
+def learn(
+    run: Run, words: list[str], held_out: int, say: Callable[[str], None]
+) -> tuple[dict[str, Any], Path]:
+    """(summary of the training, file of the prompts that it did not see).
+
+    run: of method gated, answers "model"; its data are all prompts. Goes on where an earlier call
+    was stopped, whatever it was doing.
+    Effects: run.output_dir holds the trained model, and in its folder _run the two parts of the
+    prompts.
+    Raises: as finetune, and ValueError for a number of held-out prompts that leaves none to learn.
+    """
+    words = with_recipe(words)
+    config = parse_config(run, words)  # what is wrong in the words, before minutes of prompts
+    if run.own_prompts:
+        model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device)
+        make_up_prompts(run, model, config.seed, say)
+        del model
+    own = run.output_dir / OWN_FOLDER
+    files = own / "learned.jsonl", own / "held_out.jsonl"
+    for file, prompts in zip(files, _parted(run, held_out), strict=True):
+        _write(file, prompts)
+    part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
+    resume = any(run.output_dir.glob(f"{PREFIX}*"))
+    return finetune(replace(run, **part, resume=resume), words, say), files[1]
+
+
+def _parted(run: Run, held_out: int) -> tuple[list[Any], list[Any]]:
+    """(prompts to learn from, prompts to measure with), different ones; files often go by kind."""
+    names = run.split, run.prompt_field, run.completion_field
+    own = str(run.prompts_file)
+    rows = load_rows(run.files, *names, run.limit, prompts_only=True, own=own)
+    prompts = [json.loads(one) for one in dict.fromkeys(json.dumps(one) for one in rows["prompt"])]
+    if not 2 <= held_out < len(prompts):
+        raise ValueError(
+            f"held_out must be 2 to {len(prompts) - 1}, as there are {len(prompts)} different "
+            f"prompts, got {held_out}"
+        )
+    kept = {number * len(prompts) // held_out for number in range(held_out)}
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for number, prompt in enumerate(prompts):
+        parts[number in kept].append(prompt)
+    return parts
+
+
+def _write(file: Path, prompts: list[Any]) -> None:
+    """Raises: ValueError for a file that holds other prompts."""
+    content = "".join(json.dumps({"prompt": one}) + "\n" for one in prompts)
+    if file.exists() and file.read_text(encoding="utf-8") != content:
+        raise ValueError(f"{file} holds other prompts: choose another output folder")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".new")
+    part.write_text(content, encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,250 @@
+"""From a model to a faster one: what is learned, what is kept back, where a stop leaves it."""
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from trainings import run, write
+
+from setblock.cli import speeding
+from setblock.config import SBDConfig
+from setblock.evaluate import Form
+from setblock.generation import generate
+from setblock.loading import load
+from setblock.run import Run, parse_config
+from setblock.speedup import RECIPE, learn, with_recipe
+from setblock.tasks import TASKS, load_items, read_rows
+from setblock.watch import Stopped
+
+# trl's own defaults use a name that transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+STEPS = ("--max-steps", "2", "--bf16", "no", "--disable-tqdm", "yes")
+CHOSEN = {"mode": "verified", "solver": None, "block_size": 3, "branches": 1, "seeds": 0}
+CHOSEN |= {"lookup": 8, "lossless": True, "rounding": False, "proven": True}
+CHOSEN |= {"score": 1.0, "drop": 0.0, "drop_bounds": (0.0, 0.4), "tokens_per_forward": 2.5}
+CHOSEN |= {"speed": 1.75}
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    rows = [{"question": f"question {n}?", "answer": 3} for n in range(9)]
+    return write(tmp_path / "prompts.jsonl", [*rows, rows[0]])
+
+
+@pytest.fixture
+def words(checkpoint, prompts, tmp_path) -> tuple[str, ...]:
+    """The command's, for a random model."""
+    said = ("--model", checkpoint("llama"), "--data", prompts, "--prompt-field", "question")
+    said += ("--output-dir", tmp_path / "fast", "--held-out", "3", "--answer-tokens", "6")
+    return tuple(map(str, (*said, *STEPS)))
+
+
+@pytest.fixture
+def chooses(monkeypatch):
+    """chooses(**changes): every search ends in CHOSEN but for these."""
+
+    def use(**changes):
+        line = CHOSEN | changes
+        found = {"chosen": line, "finalists": [line], "acceptance": 0.7, "by": "clock"}
+        found |= {"judged": False, "before": {"acceptance": 0.8}, "max_drop": 0.005}
+        found |= {"confidence": 0.95, "confirmed_on": 1}
+        monkeypatch.setattr(speeding, "search", lambda *args: found)
+
+    return use
+
+
+def test_one_command(words, prompts, checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    """A model that says what its base says; the prompts that choose were not learned."""
+    more = ("--lora-rank", "4", "--answer-batch-size", "2", "--batch-size", "2")
+    more += ("--dtype", "float32", "--compile", "off", "--limit", "8")
+    run(monkeypatch, "speedup", *words, *more, "--json")
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert printed.out.count("\n") == 1
+    folder = tmp_path / "fast"
+    assert json.loads((folder / "speedup.json").read_text()) == record
+    assert (record["training"]["steps"], record["training"]["rows"]) == (2, 5), "8 but 3 held out"
+    own = folder / "_run"
+    learned, held_out = (
+        [json.loads(line)["prompt"] for line in (own / name).read_text().splitlines()]
+        for name in ("learned.jsonl", "held_out.jsonl")
+    )
+    assert held_out == ["question 0?", "question 2?", "question 5?"]
+    assert sorted(learned + held_out) == [f"question {n}?" for n in range(8)]
+    [line] = record["results"]
+    assert line["batch_size"] == 2
+    assert (line["picked_on"], line["confirmed_on"]) == (2, 1)
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter["r"] == 4
+    model, base = load(folder, dtype="float32"), load(checkpoint("llama"), dtype="float32")
+    assert model.gated
+    assert model.defaults["mode"] == line["chosen"]["mode"]
+    assert model.acceptance == line["acceptance"]
+    ids = [base.encode(text, chat=True) for text in held_out]
+    said = generate(model, ids, mode="verified", max_new_tokens=12)
+    asked = generate(base, ids, mode="ntp", max_new_tokens=12)
+    assert [one.token_ids for one in said] == [one.token_ids for one in asked]
+    # What is measured is put as what was learned.
+    items = load_items(TASKS["prompts"], read_rows(record["held_out"]))
+    assert [base.encode(Form(TASKS["prompts"]).prompt(one), chat=True) for one in items] == ids
+
+    monkeypatch.setattr("setblock.speedup.finetune", None)
+    monkeypatch.setattr(speeding, "search", None)
+    run(monkeypatch, "speedup", *words, *more, "--json")
+    assert json.loads(capsys.readouterr().out) == record, "nothing is left to do"
+
+
+def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
+    """The model makes them up; what is wrong is told before that."""
+    chooses()
+    folder = tmp_path / "fast"
+    words = ("--model", "nano", "--data", "own:6", "--output-dir", folder, "--held-out", "2")
+    words += ("--answer-tokens", "8", *STEPS)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words, "--lerning-rate", "1")
+    assert "did you mean --learning-rate" in capsys.readouterr().err
+    assert not folder.exists()
+    run(monkeypatch, "speedup", *words)
+    out = capsys.readouterr().out
+    assert f"{folder} says what nano says, 1.75 times as fast:\nsetblock serve {folder}\n" in out
+    lines = (folder / "_run" / "prompts.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["prompt"] for line in lines}) == 6
+    assert len((folder / "_run" / "learned.jsonl").read_text().splitlines()) == 4
+    model = load(folder)
+    assert (model.defaults["mode"], model.acceptance) == ("verified", 0.7)
+    assert model.drafting == {"block_size": 3, "branches": 1, "seeds": 0, "lookup": 8}
+
+
+def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, chooses) -> None:
+    chooses(mode="ntp", speed=1.0)
+    run(monkeypatch, "speedup", *words)
+    out = capsys.readouterr().out
+    assert "decodes token by token: nothing else is faster on this machine yet. More prompts" in out
+    assert load(tmp_path / "fast").defaults["mode"] == "ntp", "else it would draft"
+    chooses(lossless=False, rounding=True, proven=False)
+    monkeypatch.setattr("setblock.speedup.finetune", None)
+    record = json.loads((tmp_path / "fast" / "speedup.json").read_text())
+    (tmp_path / "fast" / "speedup.json").write_text(json.dumps(record | {"results": []}))
+    run(monkeypatch, "speedup", *words)
+    out = capsys.readouterr().out
+    assert "llama" in out
+    assert "says, but for rounding, 1.75 times as fast" in out
+    assert "rounding: verified, whose text differs" in out
+    assert load(tmp_path / "fast").defaults["mode"] == "verified"
+
+
+@pytest.mark.parametrize("where", ["answers", "steps", "settings"])
+def test_a_stop_loses_nothing(words, tmp_path, monkeypatch, capsys, chooses, where) -> None:
+    def stop(*args):
+        raise Stopped("SIGTERM") if where == "answers" else KeyboardInterrupt
+
+    trained = []
+    finetune = sys.modules["setblock.speedup"].finetune
+
+    def stopped(one, *rest):
+        if where == "answers":
+            stop()
+        summary = finetune(one, *rest)
+        trained.append(one.resume)
+        return summary | {"stopped_by": "SIGINT"} if where == "steps" else summary
+
+    monkeypatch.setattr("setblock.speedup.finetune", stopped)
+    monkeypatch.setattr(speeding, "search", stop)
+    monkeypatch.setattr(sys, "argv", ["setblock", "speedup", *words])
+    with pytest.raises(SystemExit) as code:
+        run(monkeypatch, "speedup", *words)
+    said = " ".join(capsys.readouterr().err.split())
+    assert code.value.code == {"answers": 143, "steps": 130, "settings": 130}[where]
+    assert "the same command goes on" in said
+    where = "done"
+    chooses()
+    run(monkeypatch, "speedup", *words)
+    assert "1.75 times as fast" in capsys.readouterr().out
+    # Stopped between two steps it goes on from its checkpoint; what is trained stays as it is.
+    assert trained in ([False], [False, True])
+
+
+def test_a_longer_run_goes_on(words, tmp_path, monkeypatch, capsys, chooses) -> None:
+    chooses()
+    run(monkeypatch, "speedup", *words)
+    run(monkeypatch, "speedup", *words, "--max-steps", "3", "--json")
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["training"]["steps"] == 3
+    lines = (tmp_path / "fast" / "log.jsonl").read_text().splitlines()
+    assert len(lines) >= 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--held-out", "9"), "held_out must be 2 to 8, as there are 9 different prompts, got 9"),
+        (("--held-out", "1"), "held_out must be 2 to 8, as there are 9 different prompts, got 1"),
+        (("--batch-size", "0"), "--batch-size must be at least 1, got 0"),
+        (("--split", "test"), "split is for hub datasets, got 'test' with files alone"),
+        (("--prompt-field", "q"), "a row needs prompt"),
+        (("--limit", "0"), "limit must be at least 1, got 0"),
+        (("--answer-tokens", "0"), "answer_tokens must be at least 1, got 0"),
+        (("--data", "own:4", "--plain"), "are users' turns that the model makes up"),
+    ],
+)
+def test_refusals(words, tmp_path, monkeypatch, capsys, more, message) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words, *more)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "fast").exists()
+
+
+def test_other_prompts_in_the_same_folder(words, prompts, monkeypatch, capsys, chooses) -> None:
+    chooses()
+    run(monkeypatch, "speedup", *words)
+    write(prompts, [{"question": f"another {n}"} for n in range(9)])
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words, "--max-steps", "3")
+    assert "holds other prompts: choose another output folder" in capsys.readouterr().err
+
+
+def test_one_process(words, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words)
+    assert "speedup runs in one process" in capsys.readouterr().err
+
+
+def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
+    """Prompts of messages go through the template; plain ones are continued as they are."""
+    talks = [{"prompt": [{"role": "user", "content": f"ask {n}"}]} for n in range(4)]
+    texts = [{"prompt": f"begin {n}"} for n in range(4)]
+    base = load(checkpoint("llama"), dtype="float32")
+    for name, rows, chat in (("talks", talks, True), ("texts", texts, False)):
+        file = write(tmp_path / f"{name}.jsonl", rows)
+        asked = Run(
+            str(checkpoint("llama")), [str(file)], tmp_path / name, method="gated", chat=chat,
+            answers="model", answer_tokens=4,
+        )  # fmt: skip
+        _, held_out = learn(asked, [*STEPS, "--use-cpu"], 2, lambda line: None)
+        form = Form(TASKS["prompts"], chat=chat)
+        kept = [form.prompt(one) for one in load_items(form.task, read_rows(held_out))]
+        assert kept == [f"{'ask' if chat else 'begin'} {n}" for n in (0, 2)]
+        answers = (tmp_path / name / "_run" / "answers.jsonl").read_text().splitlines()
+        wanted = [f"{'ask' if chat else 'begin'} {n}" for n in (1, 3)]
+        ids = [base.encode(text, chat=chat) for text in wanted]
+        assert sorted(json.loads(line)["prompt_ids"] for line in answers) == sorted(ids)
+
+
+def test_the_recipe_is_what_is_not_typed(tmp_path) -> None:
+    known = {field.name for field in fields(SBDConfig)}
+    assert set(RECIPE) <= known
+    asked = Run("nano", ["a.jsonl"], tmp_path, method="gated", answers="model")
+    config = parse_config(asked, with_recipe(["--max-block-size=6", "--bf16", "no"]))
+    values = {name: getattr(config, name) for name in RECIPE}
+    assert values.pop("max_block_size") == 6
+    assert values.pop("first_slot_loss") is False
+    wanted = {name: value for name, value in RECIPE.items() if name in values}
+    assert {name: getattr(value, "value", value) for name, value in values.items()} == wanted
+    assert torch.is_grad_enabled()
