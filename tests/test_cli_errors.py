@@ -173,7 +173,7 @@ def test_help_is_as_wide_as_the_terminal(run, monkeypatch):
     shown = run("tune", "--help").out
     lines = [line.strip() for line in shown.partition("Arguments")[0].splitlines()]
     paragraph = lines[
-        lines.index("Verified decoding in float32 needs no proof: its text is that of") :
+        lines.index("Verified decoding needs no proof: its text is that of token by") :
     ]
     assert all(len(line) > 50 for line in paragraph[: paragraph.index("") - 1])
 
@@ -323,6 +323,7 @@ FILES = {
     "roofline": "test_cli_planning.py",
     "plan": "test_plan.py",
     "tune": "test_tune.py",
+    "speedup": "test_speedup.py",
     "report": "test_report.py",
     "export": "test_export.py",
     "serve": "test_serve.py test_serve_command.py",

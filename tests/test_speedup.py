@@ -105,7 +105,7 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     chooses()
     folder = tmp_path / "fast"
     words = ("--model", "nano", "--data", "own:6", "--output-dir", folder, "--held-out", "2")
-    words += ("--answer-tokens", "8", *STEPS)
+    words += ("--answer-tokens", "24", "--seed", "5", *STEPS)
     with pytest.raises(SystemExit):
         run(monkeypatch, "speedup", *words, "--lerning-rate", "1")
     assert "did you mean --learning-rate" in capsys.readouterr().err

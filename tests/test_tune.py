@@ -421,7 +421,8 @@ def test_command(run, checkpoint, tmp_path, judge):
     assert record["request"]["longest"] == 16
     assert load(folder).defaults["block_size"] != 16, "written since, and of no matter for this run"
     shown = run("tune", *words, "--resume").out
-    assert f"written into {folder}/generation_config.json, where it was sbd" in shown
+    before = "verified 3, 2 branches, 1 seed, lookup 4"
+    assert f"written into {folder}/generation_config.json, where it was {before}" in shown
     assert "times fewer forwards than token by token" in shown
     assert f"chosen: sbd {line['chosen']['solver']}" in shown
     assert f"acceptance of drafted tokens: {line['acceptance']:.2f}, was" in shown
