@@ -112,7 +112,8 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     assert not folder.exists()
     run(monkeypatch, "speedup", *words)
     out = capsys.readouterr().out
-    assert f"{folder} says what nano says, 1.75 times as fast:\nsetblock serve {folder}\n" in out
+    said = f"{folder} says what nano says, 1.75 times as fast on the 1 prompts that confirmed it:\n"
+    assert f"{said}setblock serve {folder}\n" in out
     lines = (folder / "_run" / "prompts.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt"] for line in lines}) == 6
     assert len((folder / "_run" / "learned.jsonl").read_text().splitlines()) == 4

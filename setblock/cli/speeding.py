@@ -163,7 +163,9 @@ def speedup(
         )
         return
     but = ", but for rounding" if chosen["rounding"] else ""
-    out.print(f"{output_dir} says what {name} says{but}, {chosen['speed']:.2f} times as fast:")
+    fast = f"{chosen['speed']:.2f} times as fast"
+    where = f"on the {line['confirmed_on']} prompts that confirmed it"
+    out.print(f"{output_dir} says what {name} says{but}, {fast} {where}:")
     out.print(f"setblock serve {output_dir}")
 
 
