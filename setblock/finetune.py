@@ -327,9 +327,19 @@ def _as_prompts(
 
     Rows too long to be answered are left out, and counted aloud.
     """
-    rows = prepare(rows, model.tokenizer, run.chat)
+    return prepare(fitting(rows, model, run, config, use, say), model.tokenizer, run.chat)
+
+
+def fitting(
+    rows: Any, model: Model, run: Run, config: SBDConfig, use: str, say: Callable[[str], None]
+) -> Any:
+    """The rows whose prompts leave room for an answer; the others are counted aloud.
+
+    use: what the rows are for, as errors name it. Raises: ValueError if none is left.
+    """
     room = _room(model, run, config)
-    kept = [row for row, prompt in enumerate(prompts_of(model, rows)) if len(prompt) <= room]
+    asked = prompts_of(model, prepare(rows, model.tokenizer, run.chat))
+    kept = [row for row, prompt in enumerate(asked) if len(prompt) <= room]
     if not kept:
         raise ValueError(
             f"no prompt of {use} leaves room for answer_tokens={run.answer_tokens} in the model's "

@@ -5,18 +5,19 @@ prompts are kept back, for the clock to choose by.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from setblock.data import load_rows
-from setblock.finetune import finetune, make_up_prompts
+from setblock.finetune import finetune, fitting, make_up_prompts
 from setblock.loading import load
 from setblock.resume import OWN_FOLDER, PREFIX
 from setblock.run import Run, names_of, parse_config
 
 CHAIN_WIDTH = 256
+LEARNED, HELD_OUT = "learned.jsonl", "held_out.jsonl"
 # Fields of SBDConfig for adapters that draft; what is typed comes first. docs/findings.md says what
 # was learned of each: whole blocks as drafts are, some from a random slot on, no loss where
 # verification has the token already.
@@ -38,46 +39,49 @@ def with_recipe(words: list[str]) -> list[str]:
     ]
 
 
-def learn(
-    run: Run, words: list[str], held_out: int, say: Callable[[str], None]
-) -> tuple[dict[str, Any], Path]:
-    """(summary of the training, file of the prompts that it did not see).
+def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The summary of the training.
 
     run: of method gated, answers "model"; its data are all prompts. Goes on where an earlier call
     was stopped, whatever it was doing.
     Effects: run.output_dir holds the trained model, and in its folder _run the two parts of the
-    prompts.
+    prompts, LEARNED and HELD_OUT. Prompts that leave no room for an answer are in neither.
     Raises: as finetune, and ValueError for a number of held-out prompts that leaves none to learn.
     """
     words = with_recipe(words)
     config = parse_config(run, words)  # what is wrong in the words, before minutes of prompts
+    most = run.own_prompts if len(run.data) == 1 and run.own_prompts else None
+    _check_number(held_out, most)
+    model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device)
     if run.own_prompts:
-        model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device)
         make_up_prompts(run, model, config.seed, say)
-        del model
-    own = run.output_dir / OWN_FOLDER
-    files = own / "learned.jsonl", own / "held_out.jsonl"
-    for file, prompts in zip(files, _parted(run, held_out), strict=True):
-        _write(file, prompts)
-    part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
-    resume = any(run.output_dir.glob(f"{PREFIX}*"))
-    return finetune(replace(run, **part, resume=resume), words, say), files[1]
-
-
-def _parted(run: Run, held_out: int) -> tuple[list[Any], list[Any]]:
-    """(prompts to learn from, prompts to measure with), different ones; files often go by kind."""
     names = run.split, run.prompt_field, run.completion_field
     own = str(run.prompts_file)
     rows = load_rows(run.files, *names, run.limit, prompts_only=True, own=own)
-    prompts = [json.loads(one) for one in dict.fromkeys(json.dumps(one) for one in rows["prompt"])]
-    if not 2 <= held_out < len(prompts):
-        raise ValueError(
-            f"held_out must be 2 to {len(prompts) - 1}, as there are {len(prompts)} different "
-            f"prompts, got {held_out}"
-        )
-    kept = {number * len(prompts) // held_out for number in range(held_out)}
+    rows = fitting(rows, model, run, config, "the data", say)
+    del model
+    files = [run.output_dir / OWN_FOLDER / name for name in (LEARNED, HELD_OUT)]
+    for file, prompts in zip(files, _parted(rows["prompt"], held_out), strict=True):
+        _write(file, prompts)
+    part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
+    resume = any(run.output_dir.glob(f"{PREFIX}*"))
+    return finetune(replace(run, **part, resume=resume), words, say)
+
+
+def _check_number(held_out: int, prompts: int | None) -> None:
+    """Raises: ValueError for held-out prompts that nothing can be chosen by, or all there are."""
+    if held_out < 2 or (prompts is not None and held_out >= prompts):
+        most = "" if prompts is None else f", and less than {prompts}, the number of prompts"
+        raise ValueError(f"held_out must be at least 2{most}, got {held_out}")
+
+
+def _parted(prompts: Sequence[Any], held_out: int) -> tuple[list[Any], list[Any]]:
+    """(prompts to learn from, prompts to measure with), different ones; files often go by kind."""
+    different = [json.loads(one) for one in dict.fromkeys(json.dumps(one) for one in prompts)]
+    _check_number(held_out, len(different))
+    kept = {number * len(different) // held_out for number in range(held_out)}
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(different):
         parts[number in kept].append(prompt)
     return parts
 

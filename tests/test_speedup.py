@@ -91,7 +91,7 @@ def test_one_command(words, prompts, checkpoint, tmp_path, monkeypatch, capsys) 
     asked = generate(base, ids, mode="ntp", max_new_tokens=12)
     assert [one.token_ids for one in said] == [one.token_ids for one in asked]
     # What is measured is put as what was learned.
-    items = load_items(TASKS["prompts"], read_rows(record["held_out"]))
+    items = load_items(TASKS["prompts"], read_rows(own / "held_out.jsonl"))
     assert [base.encode(Form(TASKS["prompts"]).prompt(one), chat=True) for one in items] == ids
 
     monkeypatch.setattr("setblock.speedup.finetune", None)
@@ -112,7 +112,8 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     assert not folder.exists()
     run(monkeypatch, "speedup", *words)
     out = capsys.readouterr().out
-    said = f"{folder} says what nano says, 1.75 times as fast on the 1 prompts that confirmed it:\n"
+    where = "(the other half of the prompts held out, 1)"
+    said = f"{folder} says what nano says, 1.75 times as fast {where}:\n"
     assert f"{said}setblock serve {folder}\n" in out
     lines = (folder / "_run" / "prompts.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt"] for line in lines}) == 6
@@ -126,7 +127,8 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     chooses(mode="ntp", speed=1.0)
     run(monkeypatch, "speedup", *words)
     out = capsys.readouterr().out
-    assert "decodes token by token: nothing else is faster on this machine yet. More prompts" in out
+    assert "decodes token by token: nothing else is faster on this machine yet. More steps" in out
+    assert "no setting is written" not in out
     assert load(tmp_path / "fast").defaults["mode"] == "ntp", "else it would draft"
     chooses(lossless=False, rounding=True, proven=False)
     monkeypatch.setattr("setblock.speedup.finetune", None)
@@ -184,8 +186,11 @@ def test_a_longer_run_goes_on(words, tmp_path, monkeypatch, capsys, chooses) -> 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--held-out", "9"), "held_out must be 2 to 8, as there are 9 different prompts, got 9"),
-        (("--held-out", "1"), "held_out must be 2 to 8, as there are 9 different prompts, got 1"),
+        (
+            ("--held-out", "9"),
+            "held_out must be at least 2, and less than 9, the number of prompts",
+        ),
+        (("--held-out", "1"), "held_out must be at least 2, got 1"),
         (("--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("--split", "test"), "split is for hub datasets, got 'test' with files alone"),
         (("--prompt-field", "q"), "a row needs prompt"),
@@ -210,6 +215,53 @@ def test_other_prompts_in_the_same_folder(words, prompts, monkeypatch, capsys, c
     assert "holds other prompts: choose another output folder" in capsys.readouterr().err
 
 
+def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:
+    rows = [{"prompt": "x" * (240 if n % 2 else 3) + str(n)} for n in range(8)]
+    file = write(tmp_path / "long.jsonl", rows)
+    asked = Run(
+        str(checkpoint("llama")), [str(file)], tmp_path / "out", method="gated", answers="model",
+        answer_tokens=16,
+    )  # fmt: skip
+    told: list[str] = []
+    assert learn(asked, [*STEPS, "--use-cpu"], 2, told.append)["rows"] == 2
+    assert told[0].startswith("4 of 8 prompts are left out of the data: they have more than 240")
+    kept = (tmp_path / "out" / "_run" / "held_out.jsonl").read_text()
+    assert [json.loads(line)["prompt"] for line in kept.splitlines()] == ["xxx0", "xxx4"]
+
+
+def test_held_out_is_refused_before_prompts_are_made(tmp_path, monkeypatch, capsys) -> None:
+    words = ("--model", "nano", "--data", "own:6", "--output-dir", tmp_path / "fast")
+    for number in ("1", "6"):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "speedup", *words, "--held-out", number)
+        assert "held_out must be at least 2, and less than 6" in capsys.readouterr().err
+    assert not (tmp_path / "fast").exists()
+
+
+@pytest.mark.parametrize("content", ["[1", "[]", "{}"])
+def test_what_is_no_record(words, tmp_path, monkeypatch, capsys, content) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / "speedup.json").write_text(content)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words)
+    assert "speedup.json is no record of speedup: move it away" in capsys.readouterr().err
+
+
+def test_timing_goes_on_in_a_folder_that_was_moved(words, tmp_path, monkeypatch, capsys) -> None:
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speeding, "search", stop)
+        with pytest.raises(SystemExit):
+            run(patch, "speedup", *words)
+    (tmp_path / "fast").rename(tmp_path / "moved")
+    monkeypatch.setattr("setblock.speedup.finetune", None)
+    moved = [str(tmp_path / "moved") if one == str(tmp_path / "fast") else one for one in words]
+    run(monkeypatch, "speedup", *moved)
+    assert "chosen: " in capsys.readouterr().out
+
+
 def test_one_process(words, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
@@ -228,7 +280,8 @@ def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
             str(checkpoint("llama")), [str(file)], tmp_path / name, method="gated", chat=chat,
             answers="model", answer_tokens=4,
         )  # fmt: skip
-        _, held_out = learn(asked, [*STEPS, "--use-cpu"], 2, lambda line: None)
+        learn(asked, [*STEPS, "--use-cpu"], 2, lambda line: None)
+        held_out = tmp_path / name / "_run" / "held_out.jsonl"
         form = Form(TASKS["prompts"], chat=chat)
         kept = [form.prompt(one) for one in load_items(form.task, read_rows(held_out))]
         assert kept == [f"{'ask' if chat else 'begin'} {n}" for n in (0, 2)]

@@ -135,19 +135,18 @@ def speedup(
     if "training" not in record:
         try:
             with telling(as_json) as say:
-                record["training"], held_out_file = learn(run, words, held_out, say)
+                record["training"] = learn(run, words, held_out, say)
         except Stopped as stop:
             fail(f"stopped by {stop}; the same command goes on", exit_code(str(stop)))
         if name := record["training"]["stopped_by"]:
             fail(f"stopped by {name} with a checkpoint; the same command goes on", exit_code(name))
-        record["held_out"] = str(held_out_file)
         save_record(record, file)
     if not record["results"]:
         err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
         line = _fastest(output_dir, record, dtype, compile)
         write_choice(output_dir, line, dtype, None)
         if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
-            write_settings(output_dir, mode="ntp")
+            write_settings(output_dir, mode="ntp", verified=None)
         record["results"] = [line]
         save_record(record, file)
     line = record["results"][0]
@@ -159,12 +158,12 @@ def speedup(
     if chosen["mode"] == "ntp":
         out.print(
             f"{output_dir} decodes token by token: nothing else is faster on this machine yet. "
-            "More prompts, or more steps (--num-train-epochs, --max-steps), make better drafts"
+            "More steps (--max-steps), or more prompts in a new folder, make better drafts"
         )
         return
     but = ", but for rounding" if chosen["rounding"] else ""
     fast = f"{chosen['speed']:.2f} times as fast"
-    where = f"on the {line['confirmed_on']} prompts that confirmed it"
+    where = f"(the other half of the prompts held out, {line['confirmed_on']})"
     out.print(f"{output_dir} says what {name} says{but}, {fast} {where}:")
     out.print(f"setblock serve {output_dir}")
 
@@ -173,8 +172,13 @@ def _of_same(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """The record that an earlier call with this request left; None without one."""
     if not file.is_file():
         return None
-    record = json.loads(file.read_text(encoding="utf-8"))
-    return record if record.get("request") == json.loads(json.dumps(request)) else None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        same = record["request"] == json.loads(json.dumps(request))
+        whole = isinstance(record["training"], dict) and isinstance(record["results"], list)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no record of speedup: move it away") from error
+    return record if same and whole else None
 
 
 def _fastest(
@@ -182,13 +186,14 @@ def _fastest(
 ) -> dict[str, Any]:
     """What a search among verified settings ends in, by the clock on the held-out prompts."""
     from setblock.evaluate import Form
-    from setblock.records import Journal
+    from setblock.records import Journal, new_record
     from setblock.resume import OWN_FOLDER
+    from setblock.speedup import HELD_OUT
     from setblock.tasks import TASKS, load_items, read_rows
     from setblock.tune import Target, Tried
 
     asked = record["request"]
-    rows = read_rows(record["held_out"])
+    rows = read_rows(folder / OWN_FOLDER / HELD_OUT)
     form = Form(TASKS["prompts"], chat=asked["chat"], data=rows)
     items = load_items(form.task, rows)
     model = load_model(str(folder), dtype, None, None, compile)
@@ -198,7 +203,9 @@ def _fastest(
         "steps": record["training"]["steps"],
         "longest": model.defaults["block_size"],
     }
-    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
+    # Times of another version of the code, or of other libraries, are no part of this search.
+    told = json.dumps([request, *(new_record()[name] for name in ("commit", "versions"))])
+    digest = hashlib.sha256(told.encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
     journal = Journal(request, path, path.exists(), kept=("longest",))
     common = {"max_new_tokens": asked["answer_tokens"]}

@@ -55,7 +55,11 @@ def tune(
         int, typer.Option(help="Items, of each nano family: half pick, half confirm.")
     ] = 200,
     max_drop: Annotated[
-        float, typer.Option(help="Loss of score allowed against token by token, in points.")
+        float,
+        typer.Option(
+            help="Loss of score allowed against token by token, in points. Rounding's, of verified "
+            "decoding in bfloat16, counts only once it is proven to be larger."
+        ),
     ] = 0.5,
     confidence: Annotated[
         float, typer.Option(help="Of the statement that the loss is no larger.")
@@ -197,6 +201,14 @@ def tune(
         print_json(journal.record)
         return
     tell(line)
+    if line["chosen"]["mode"] == "ntp":
+        need = tuning.items_needed(target)
+        out.print(
+            f"nothing faster is proven to lose at most {max_drop:g} points, and no setting is "
+            "written"
+            + (f"; a setting that answers all alike needs {need} confirming items" if need else "")
+            + f", here were {line['confirmed_on']}"
+        )
     if "mode" in written:
         place = Path(model_name) / "generation_config.json"
         out.print(f"written into {place}, where it was {tuning.words(line['before'])}")
@@ -290,7 +302,6 @@ def tell(line: dict[str, Any]) -> None:
     """A search's finalists and its choice, on stdout."""
     from setblock import tune as tuning
 
-    target = tuning.Target(line["max_drop"], line["confidence"], line["by"])
     chosen = line["chosen"]
     out.print(_table(line["finalists"], line["by"], line["judged"]))
     if any(one["lossless"] for one in line["finalists"]):
@@ -303,14 +314,6 @@ def tell(line: dict[str, Any]) -> None:
     clock = line["by"] == "clock"
     unit = "the speed of token by token" if clock else "fewer forwards than token by token"
     out.print(f"chosen: {tuning.words(chosen)}, {chosen['speed']:.2f} times {unit}")
-    if chosen["mode"] == "ntp":
-        need = tuning.items_needed(target)
-        out.print(
-            f"nothing faster is proven to lose at most {100 * line['max_drop']:g} points, and no "
-            "setting is written"
-            + (f"; a setting that answers all alike needs {need} confirming items" if need else "")
-            + f", here were {line['confirmed_on']}"
-        )
 
 
 def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
