@@ -90,7 +90,10 @@ def _write(file: Path, prompts: list[Any]) -> None:
     """Raises: ValueError for a file that holds other prompts."""
     content = "".join(json.dumps({"prompt": one}) + "\n" for one in prompts)
     if file.exists() and file.read_text(encoding="utf-8") != content:
-        raise ValueError(f"{file} holds other prompts: choose another output folder")
+        raise ValueError(
+            f"{file} was made of other prompts, or with another held_out: choose "
+            "another output folder"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".new")
     part.write_text(content, encoding="utf-8")

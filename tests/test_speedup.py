@@ -112,9 +112,13 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     assert not folder.exists()
     run(monkeypatch, "speedup", *words)
     out = capsys.readouterr().out
-    where = "(the other half of the prompts held out, 1)"
-    said = f"{folder} says what nano says, 1.75 times as fast {where}:\n"
-    assert f"{said}setblock serve {folder}\n" in out
+    where = "timed on 1 of the prompts held out"
+    said = f"{folder} says what nano says, 1.75 times as fast, {where}\n"
+    assert f"{said}now: setblock serve {folder}\n" in out
+    run(monkeypatch, "speedup", *words)
+    again = capsys.readouterr()
+    assert again.out == out
+    assert "finished already; what" in again.err
     lines = (folder / "_run" / "prompts.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt"] for line in lines}) == 6
     assert len((folder / "_run" / "learned.jsonl").read_text().splitlines()) == 4
@@ -212,7 +216,7 @@ def test_other_prompts_in_the_same_folder(words, prompts, monkeypatch, capsys, c
     write(prompts, [{"question": f"another {n}"} for n in range(9)])
     with pytest.raises(SystemExit):
         run(monkeypatch, "speedup", *words, "--max-steps", "3")
-    assert "holds other prompts: choose another output folder" in capsys.readouterr().err
+    assert "was made of other prompts, or with another held_out" in capsys.readouterr().err
 
 
 def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:

@@ -45,7 +45,8 @@ def speedup(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Prompts like those that it will be given: JSONL, JSON or Parquet file, or a "
+            help="Prompts like those that it will be given, hundreds of them: JSONL, JSON or "
+            "Parquet file of rows with a prompt (chats: --prompt-field messages), or a "
             f"dataset's hub name; may be given again. Default: own:{PROMPTS}, so many that a chat "
             "model makes up itself.",
             rich_help_panel=DATA,
@@ -149,6 +150,8 @@ def speedup(
             write_settings(output_dir, mode="ntp", verified=None)
         record["results"] = [line]
         save_record(record, file)
+    elif not as_json:
+        err.print(f"finished already; what {file} says:", style="dim")
     line = record["results"][0]
     if as_json:
         print_json(record)
@@ -163,9 +166,9 @@ def speedup(
         return
     but = ", but for rounding" if chosen["rounding"] else ""
     fast = f"{chosen['speed']:.2f} times as fast"
-    where = f"(the other half of the prompts held out, {line['confirmed_on']})"
-    out.print(f"{output_dir} says what {name} says{but}, {fast} {where}:")
-    out.print(f"setblock serve {output_dir}")
+    where = f"timed on {line['confirmed_on']} of the prompts held out"
+    out.print(f"{output_dir} says what {name} says{but}, {fast}, {where}")
+    out.print(f"now: setblock serve {output_dir}")
 
 
 def _of_same(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
