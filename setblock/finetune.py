@@ -58,13 +58,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     if checkpoint is not None or not run.own_prompts:
         rows = _training_rows(run)
         settings["rows"] = fingerprint(rows)
-    elif run.files != [str(run.prompts_file)]:  # the rest, before the model makes up its own
-        others = [file for file in run.files if file != str(run.prompts_file)]
-        if not isinstance(load_rows(others, *names, prompts_only=True)[0]["prompt"], str):
-            raise ValueError(
-                f"{OWN}{run.own_prompts} are prompts of text, which do not mix with data whose "
-                f"prompts are messages: {', '.join(others)}"
-            )
+    else:
+        check_beside_own(run)
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     if held_out is not None:
         settings["decode_rows"] = fingerprint(held_out)
@@ -369,6 +364,20 @@ def _training_rows(run: Run) -> Any:
         prompts_only=run.answers == "model",
         own=str(run.prompts_file),
     )
+
+
+def check_beside_own(run: Run) -> None:
+    """Looks at the data beside the model's own prompts, before minutes of making those up.
+
+    Raises: ValueError for what can't be read, or prompts of messages, which do not mix with text.
+    """
+    others = [file for file in run.files if file != str(run.prompts_file)]
+    names = run.split, run.prompt_field, run.completion_field
+    if others and not isinstance(load_rows(others, *names, prompts_only=True)[0]["prompt"], str):
+        raise ValueError(
+            f"{OWN}{run.own_prompts} are prompts of text, which do not mix with data whose "
+            f"prompts are messages: {', '.join(others)}"
+        )
 
 
 def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.data import load_rows
-from setblock.finetune import finetune, fitting, make_up_prompts
+from setblock.finetune import check_beside_own, finetune, fitting, make_up_prompts
 from setblock.loading import load
 from setblock.resume import OWN_FOLDER, PREFIX
 from setblock.run import Run, names_of, parse_config
@@ -54,6 +54,7 @@ def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None])
     _check_number(held_out, most)
     model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device)
     if run.own_prompts:
+        check_beside_own(run)
         make_up_prompts(run, model, config.seed, say)
     names = run.split, run.prompt_field, run.completion_field
     own = str(run.prompts_file)

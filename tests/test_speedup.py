@@ -233,12 +233,15 @@ def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:
     assert [json.loads(line)["prompt"] for line in kept.splitlines()] == ["xxx0", "xxx4"]
 
 
-def test_held_out_is_refused_before_prompts_are_made(tmp_path, monkeypatch, capsys) -> None:
+def test_what_is_wrong_is_told_before_prompts_are_made(tmp_path, monkeypatch, capsys) -> None:
     words = ("--model", "nano", "--data", "own:6", "--output-dir", tmp_path / "fast")
     for number in ("1", "6"):
         with pytest.raises(SystemExit):
             run(monkeypatch, "speedup", *words, "--held-out", number)
         assert "held_out must be at least 2, and less than 6" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words, "--data", "none.jsonl", "--held-out", "2")
+    assert "no file 'none.jsonl'" in capsys.readouterr().err
     assert not (tmp_path / "fast").exists()
 
 

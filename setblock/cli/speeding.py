@@ -210,6 +210,6 @@ def _fastest(
     told = json.dumps([request, *(new_record()[name] for name in ("commit", "versions"))])
     digest = hashlib.sha256(told.encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
-    journal = Journal(request, path, path.exists(), kept=("longest",))
+    journal = Journal(request, path, path.exists())
     common = {"max_new_tokens": asked["answer_tokens"]}
     return search(model, journal, items, tried, target, asked["batch_size"], form, common)
