@@ -26,6 +26,7 @@ def regenerate(
     max_new_tokens: int,
     batch_size: int,
     on_progress: Callable[[int], None] = lambda count: None,
+    on_start: Callable[[int], None] = lambda known: None,
 ) -> Dataset:
     """Each prompt with the model's greedy next-token answer.
 
@@ -33,6 +34,8 @@ def regenerate(
 
     An answer that reaches max_new_tokens goes as far as it goes: no end is put behind it. Empty
     ones are left out.
+    on_start: called with the number of answers that are there already; on_progress: with the number
+    there is by now.
     Effects: each answer is added to `file` as it comes, one JSON object a line; a second call goes
     on where the first was stopped.
     Raises: ValueError for a file that belongs to other rows, and if all answers are empty.
@@ -60,6 +63,7 @@ def regenerate(
                     )
             known[index] = answer
     missing = [index for index in range(len(rows)) if index not in known]
+    on_start(len(known))
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         if file.stat().st_size and not file.read_text(encoding="utf-8").endswith("\n"):

@@ -26,6 +26,10 @@ USE = {
     "verification, for\nwhich a gated adapter needs far more training.",
     "ntp": "It decodes token by token.",
 }
+CHOSEN = (
+    "By the clock `setblock speedup` chose, on prompts held out, {choice}: {speed:.2f} times as "
+    "fast\nas token by token ({machine}). `setblock tune FOLDER ...` chooses anew, for another one."
+)
 LIBRARIES = ("setblock", "trl", "transformers", "torch")
 CARD = """---
 {front}
@@ -36,7 +40,7 @@ CARD = """---
 {what}
 
 ```
-setblock generate {name} --prompt "..."
+setblock generate {name} {chat}--prompt "..."
 ```
 
 {use}
@@ -89,6 +93,7 @@ def card(
     return CARD.format(
         front=front.to_yaml(),
         name=name,
+        chat="--chat " * bool(provenance.get("chat")),
         what=WHAT[kind],
         use=USE[kind],
         provenance=json.dumps(provenance, indent=2, default=str),
@@ -97,3 +102,8 @@ def card(
         losses=json.dumps(losses, indent=2),
         software=", ".join(f"{library} {version(library)}" for library in LIBRARIES),
     )
+
+
+def with_choice(text: str, choice: str, speed: float, machine: str) -> str:
+    """A gated adapter's card that tells what the clock chose, instead of how to choose."""
+    return text.replace(USE["gated"], CHOSEN.format(choice=choice, speed=speed, machine=machine))

@@ -20,6 +20,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads lets a lone one pass
 Formats = tuple[tuple[str, ...], ...]
 FORMATS: Formats = (("prompt", "completion"), ("messages",), ("text",))
+PROMPTS: Formats = (("prompt",), ("messages",))
 
 
 def load_rows(
@@ -38,12 +39,13 @@ def load_rows(
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
-    prompts_only: rows of a prompt, whatever else they hold but for tools.
+    prompts_only: rows of a prompt, or of messages whose last answer is left out, whatever else they
+    hold but for tools.
     own: the one of the names whose columns have the usual names in any case.
     Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
     """
     parts = []
-    formats = (("prompt",),) if prompts_only else FORMATS
+    formats = PROMPTS if prompts_only else FORMATS
     given = {prompt_field: "prompt", completion_field: "completion"}
     for name in names:
         renamed = {} if name == own else given
@@ -55,7 +57,8 @@ def load_rows(
             places: Any = []
             for where, row in _json_rows(path):
                 places.append(where)
-                read.append(_checked(row, where, renamed, formats))
+                row = _checked(row, where, renamed, formats)
+                read.append(_asked(row, where) if prompts_only else row)
                 if _kind(read[-1]) != _kind(read[0]):
                     raise ValueError(
                         f"{where}: a row of {_kind(read[-1])} in a file that began with "
@@ -85,8 +88,12 @@ def load_rows(
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
         places = [f"{name}: row {number}" for number in range(len(dataset))]
-        for where, row in zip(places, dataset, strict=True):
-            _checked(row, where, {}, formats)
+        read = [
+            _checked(row, where, {}, formats) for where, row in zip(places, dataset, strict=True)
+        ]
+        if prompts_only:
+            read = [_asked(row, where) for where, row in zip(places, read, strict=True)]
+            dataset = Dataset.from_list(read)
         parts.append(dataset.add_column("where", places))
     kinds = {_kind({k: v for k, v in part[0].items() if k != "where"}) for part in parts}
     if len(kinds) > 1:
@@ -241,9 +248,24 @@ def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> 
             return columns
     wanted = " or ".join(" and ".join(columns) for columns in formats)
     found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    hint = " (prompts alone: --answers model)" if "prompt" in names else ""
-    hint = hint or " (--prompt-field and --completion-field name other columns)"
+    if formats == PROMPTS:
+        hint = " (--prompt-field names another column)"
+    elif "prompt" in names:
+        hint = " (prompts alone: --answers model)"
+    else:
+        hint = " (--prompt-field and --completion-field name other columns)"
     raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}{hint}")
+
+
+def _asked(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """What is asked in a row of PROMPTS; of messages all but an answer that comes last."""
+    if "prompt" in row:
+        return row
+    turns = row["messages"]
+    turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+    if not turns:
+        raise ValueError(f"{where}: messages ask nothing: there is an answer alone")
+    return {"prompt": turns}
 
 
 def _kind(row: dict[str, Any]) -> str:

@@ -400,19 +400,27 @@ def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
     file = run.output_dir / OWN_FOLDER / "answers.jsonl"
-    say(f"answering {len(rows)} prompts with the model itself; {file}")
     every = max(len(rows) // 20, 1)
+
+    def start(known: int) -> None:
+        if known < len(rows):
+            there = f", {known} of them before" if known else ""
+            say(f"answering {len(rows)} prompts with the model itself{there}; {file}")
 
     def progress(count: int) -> None:
         if count % every == 0:
             say(f"{count} of {len(rows)} answers")
 
     # The others find all answers in the file.
+    length = run.answer_tokens
     with PartialState().main_process_first(), stop_at_once():
-        own = regenerate(model, rows, file, run.answer_tokens, run.answer_batch_size, progress)
-    tokens = sum(sum(mask) for mask in own["completion_mask"])
+        own = regenerate(model, rows, file, length, run.answer_batch_size, progress, start)
+    lengths = [sum(mask) for mask in own["completion_mask"]]
+    full = [ids for ids, tokens in zip(own["input_ids"], lengths, strict=True) if tokens == length]
+    cut = sum(ids[-1] not in model.eos_token_ids for ids in full)
     rest = "; the others are empty" if len(own) < len(rows) else ""
-    say(f"{len(own)} of {len(rows)} answers are trained on, {tokens:,} tokens{rest}")
+    rest += f"; {cut} were cut at answer_tokens={length}" if cut else ""
+    say(f"{len(own)} of {len(rows)} answers are trained on, {sum(lengths):,} tokens{rest}")
     return own
 
 

@@ -119,8 +119,7 @@ def _load(
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     settings["mask_token_id"] = base.mask_token_id
     model = Model(network, base.tokenizer, name, settings=settings)
-    model.adapted = True
-    model.author = base_name if model.gated else name
+    model.base = base_name
     return model
 
 

@@ -117,8 +117,7 @@ class Model:
         if network.config._attn_implementation == "sdpa":
             network.set_attn_implementation(attention.NAME)  # the same, without its copies
         self.gated = adapters.is_gated(network)
-        self.adapted = False  # whether load() put an adapter on
-        self.author = name  # whose next-token text it writes: of a gated adapter the base
+        self.base: str | None = None  # the MODEL that load() put an adapter on, if it did
         settings = checked_settings(settings or {})
         self.network, self.tokenizer, self.name = network.eval(), tokenizer, name
         generation: Any = network.generation_config
@@ -139,6 +138,7 @@ class Model:
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
+        self.acceptance_source = "the checkpoint's" if "acceptance" in settings else "assumed"
         self._windows = _windows(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
@@ -149,6 +149,16 @@ class Model:
         self._graphs: Graphs | None = None  # likewise, on CUDA
         # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
         self.watch: Callable[[list[int], Layout, int], None] | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether load() put an adapter on."""
+        return self.base is not None
+
+    @property
+    def author(self) -> str:
+        """The MODEL whose next-token text it writes: of a gated adapter the base."""
+        return self.base if self.gated and self.base is not None else self.name
 
     @property
     def device(self) -> torch.device:

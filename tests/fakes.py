@@ -74,14 +74,15 @@ class TableModel(Model):
         assert next_token.shape == (self.context_length, self.vocab_size, self.vocab_size)
         assert self.vocab_size <= 3 + len(LETTERS)
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
-        self.author = self.name
+        self.base = None
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
-        self.gated = self.adapted = self.packed = False
+        self.gated = self.packed = False
         self.chain = self._compiled = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.byte_ids = frozenset()
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
+        self.acceptance_source = "assumed"
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []
 

@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from fakes import TableModel
 from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 
 
+TALK = {"messages": [{"role": "user", "content": "a"}]}
 OWN: Any = {"chat": True, "answers": "model"}
 
 
@@ -48,11 +50,16 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
                 seen[tuple(row["input_ids"])] = row["labels"]
 
     monkeypatch.setattr("setblock.finetune.SBDTrainer", Noted)
+    said: list[str] = []
+    monkeypatch.setattr("setblock.cli.common.err.print", lambda line, **how: said.append(line))
     summary = train(monkeypatch, capsys, *where, *own, "--save-strategy", "no")
     lines = (tmp_path / "out" / "_run" / "answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     assert len(answers) == summary["rows"] == len(seen) == 4
     assert {a["finish_reason"] for a in answers} == {"eos", "length"}
+    cut = sum(a["finish_reason"] == "length" for a in answers)
+    assert any(one.endswith(f"tokens; {cut} were cut at answer_tokens=40") for one in said)
+    assert any(one.startswith("answering 4 prompts with the model itself; ") for one in said)
     model = load(base)
     [end] = model.eos_token_ids
     for answer in answers:
@@ -70,6 +77,24 @@ def test_prompts_alone_need_own_answers(tmp_path) -> None:
         finetune(Run("no model is read", [rows], tmp_path / "out"), [])
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_chats_ask_for_their_last_answer(tmp_path, suffix) -> None:
+    """Of messages all is a prompt but an answer that comes last."""
+    ask, told, more = ({"role": role, "content": role} for role in ("system", "assistant", "user"))
+    rows = Dataset.from_list(
+        [{"messages": [ask, more, told, more, told]}, {"messages": [ask, more]}]
+    )
+    file = tmp_path / f"chats.{suffix}"
+    rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
+    read = load_rows([str(file)], prompts_only=True)
+    assert read["prompt"] == [[ask, more, told, more], [ask, more]]
+    assert set(read.column_names) == {"prompt", "where"}
+    rows = Dataset.from_list([{"messages": [told]}])
+    rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
+    with pytest.raises(ValueError, match=r"chats.* messages ask nothing: there is an answer alone"):
+        load_rows([str(file)], prompts_only=True)
+
+
 def test_prompts_of_several_forms_are_answered_together(checkpoint, tmp_path) -> None:
     """Their completions, or that there are none, make no difference."""
     talk = {"prompt": "a ", "messages": [], "level": 3}
@@ -84,8 +109,6 @@ def test_prompts_of_several_forms_are_answered_together(checkpoint, tmp_path) ->
 
 
 def test_a_model_whose_answers_are_all_empty_has_none_to_learn(tmp_path, monkeypatch) -> None:
-    from datasets import Dataset
-
     model = TableModel.spelling("", start=1)
     monkeypatch.setattr("setblock.answers.prompts_of", lambda model, rows: [[3], [4]])
     rows = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
@@ -142,7 +165,7 @@ def test_what_own_prompts_need(tmp_path, data, more, message) -> None:
     ("rows", "more", "words", "message"),
     [
         (None, {}, (), "no file '.*more.jsonl'"),
-        ([{"text": "a"}], {}, (), "a row needs prompt; this one has text"),
+        ([{"text": "a"}], {}, (), "a row needs prompt or messages; this one has text"),
         (
             [{"prompt": [{"role": "user", "content": "a"}]}],
             {},
@@ -268,13 +291,17 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "row", "message"),
     [
-        ({"answers": "model"}, r"rows.jsonl:1: a row needs prompt; this one has"),
-        ({"decode_every": 2}, "^decode_data needs rows of prompt and completion$"),
+        (
+            {"answers": "model"},
+            {"text": "a"},
+            r"rows.jsonl:1: a row needs prompt or messages; this",
+        ),
+        ({"decode_every": 2}, {"text": "a"}, "^decode_data needs rows of prompt and completion$"),
+        ({"decode_every": 2}, TALK, "^decode_data needs rows of prompt and completion$"),
     ],
 )
-@pytest.mark.parametrize("row", [{"text": "a b"}, {"messages": [{"role": "user", "content": "a"}]}])
 def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:
     file = str(write(tmp_path / "rows.jsonl", [row]))
     if "decode_every" in more:

@@ -5,7 +5,11 @@ from huggingface_hub import ModelCard
 
 from setblock.card import card
 
-FACTS = {"provenance": {"data": ["rows.jsonl"]}, "settings": {"seed": 1}, "steps": 3}
+FACTS: dict = {
+    "provenance": {"data": ["rows.jsonl"], "chat": False},
+    "settings": {"seed": 1},
+    "steps": 3,
+}
 
 
 @pytest.mark.parametrize(

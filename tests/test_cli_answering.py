@@ -14,6 +14,7 @@ from conftest import api, copied
 from fakes import TableModel
 
 from setblock import cli, generation, loading, nano, roofline
+from setblock.adapters import attach
 from setblock.cli import answering as answering_commands
 from setblock.cli import common
 from setblock.model import Model
@@ -434,7 +435,7 @@ def test_info(run, checkpoint, as_json):
         "dtype": "bfloat16", "device": "cpu", "mask_token_id": 8,
         "mask_token_source": "given explicitly", "eos_token_ids": [257], "sbd_trained": True,
         "default_mode": "sbd", "default_solver": "fixed:2", "default_block_size": 16,
-        "acceptance": 0.9,
+        "base": None, "adapter": None, "acceptance": 0.9, "acceptance_source": "the checkpoint's",
     }  # fmt: skip
     assert result.err == ""
     if as_json:
@@ -443,7 +444,20 @@ def test_info(run, checkpoint, as_json):
         return
     rows = [line.split(None, 1) for line in result.out.splitlines()]
     shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
-    assert {name: shown[name] for name in facts} == {k: str(v) for k, v in facts.items()}
+    assert {name: shown[name] for name in facts} == {
+        name: "0.90" if name == "acceptance" else str(value) for name, value in facts.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+@pytest.mark.parametrize("method", ["lora", "gated"])
+def test_info_tells_what_an_adapter_is_on(run, checkpoint, tmp_path, method):
+    base, adapter = str(checkpoint("llama")), tmp_path / method
+    bare = loading.load(base, mask_token_id=8)
+    attach(bare.network, base, method, 8, rank=2, alpha=4).save_pretrained(adapter)
+    facts = run("info", adapter, "--mask-token-id", "8", "--json").json
+    assert (facts["base"], facts["adapter"]) == (base, method)
+    assert facts["acceptance_source"] == "assumed"
 
 
 def test_info_loses_no_part_of_a_long_name(run, checkpoint, tmp_path):

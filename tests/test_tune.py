@@ -425,7 +425,9 @@ def test_command(run, checkpoint, tmp_path, judge):
     assert f"written into {folder}/generation_config.json, where it was {before}" in shown
     assert "times fewer forwards than token by token" in shown
     assert f"chosen: sbd {line['chosen']['solver']}" in shown
-    assert f"acceptance of drafted tokens: {line['acceptance']:.2f}, was" in shown
+    was = line["before"]["acceptance"]
+    assert was is None, "until then it was assumed"
+    assert f"acceptance of drafted tokens: {line['acceptance']:.2f}\n" in shown
     assert load(folder).acceptance == line["acceptance"]
 
 

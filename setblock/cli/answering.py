@@ -200,6 +200,8 @@ def info(
     config = model.network.config
     facts = {
         "model": model.name,
+        "base": model.base,
+        "adapter": {(True, True): "gated", (True, False): "lora"}.get((model.adapted, model.gated)),
         "architecture": type(model.network).__name__,
         "parameters": sum(weight.numel() for weight in model.network.parameters()),
         "layers": config.num_hidden_layers,
@@ -213,6 +215,7 @@ def info(
         "sbd_trained": model.trained,
         **{f"default_{name}": value for name, value in model.defaults.items()},
         "acceptance": model.acceptance,
+        "acceptance_source": model.acceptance_source,
         "verified": model.drafting or None,
     }
     if as_json:
@@ -221,8 +224,9 @@ def info(
     table = Table(show_header=False, box=None)
     table.add_column()
     table.add_column(overflow="fold")
+    shown = {"parameters": ",", "acceptance": ".2f"}
     for name, value in facts.items():
-        table.add_row(name, f"{value:,}" if name == "parameters" else str(value))
+        table.add_row(name, format(value, shown[name]) if name in shown else str(value))
     out.print(table)
 
 

@@ -46,7 +46,7 @@ def speedup(
         list[str] | None,
         typer.Option(
             help="Prompts like those that it will be given, hundreds of them: JSONL, JSON or "
-            "Parquet file of rows with a prompt (chats: --prompt-field messages), or a "
+            "Parquet file of rows with a prompt, or of chats with messages, or a "
             f"dataset's hub name; may be given again. Default: own:{PROMPTS}, so many that a chat "
             "model makes up itself.",
             rich_help_panel=DATA,
@@ -99,11 +99,13 @@ def speedup(
     quiet_libraries()
     check_packages()
     with starting():
+        from setblock.card import with_choice
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
         from setblock.run import Run
         from setblock.speedup import CHAIN_WIDTH, learn
-        from setblock.watch import Stopped
+        from setblock.tune import words as words_of
+        from setblock.watch import Stopped, stop_at_once
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -144,10 +146,18 @@ def speedup(
         save_record(record, file)
     if not record["results"]:
         err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
-        line = _fastest(output_dir, record, dtype, compile)
+        try:
+            with stop_at_once():
+                line = _fastest(output_dir, record, dtype, compile)
+        except Stopped as stop:
+            fail(f"stopped by {stop} while timing; the same command goes on", exit_code(str(stop)))
         write_choice(output_dir, line, dtype, None)
-        if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
+        chosen = line["chosen"]
+        if chosen["mode"] == "ntp":  # else a gated adapter drafts by default
             write_settings(output_dir, mode="ntp", verified=None)
+        card, machine = output_dir / "README.md", record["machine"]
+        told = words_of(chosen), chosen["speed"], machine["cuda"] or machine["cpu"]
+        card.write_text(with_choice(card.read_text(encoding="utf-8"), *told), encoding="utf-8")
         record["results"] = [line]
         save_record(record, file)
     elif not as_json:

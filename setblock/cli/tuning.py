@@ -236,7 +236,8 @@ def search(
     record = journal.record
     if (line := journal.finished(0)) is not None:
         return line
-    before = {**model.defaults, **model.drafting, "acceptance": model.acceptance}
+    known = model.acceptance_source != "assumed"
+    before = {**model.defaults, **model.drafting, "acceptance": model.acceptance if known else None}
     record["rounds"] = []
 
     def note(done: dict[str, Any]) -> None:
@@ -310,7 +311,8 @@ def tell(line: dict[str, Any]) -> None:
         out.print("rounding: verified, whose text differs from token by token by rounding alone")
     if line["acceptance"] is not None:
         was = line["before"]["acceptance"]
-        out.print(f"acceptance of drafted tokens: {line['acceptance']:.2f}, was {was:.2f}")
+        but = "" if was is None else f", was {was:.2f}"
+        out.print(f"acceptance of drafted tokens: {line['acceptance']:.2f}{but}")
     clock = line["by"] == "clock"
     unit = "the speed of token by token" if clock else "fewer forwards than token by token"
     out.print(f"chosen: {tuning.words(chosen)}, {chosen['speed']:.2f} times {unit}")
