@@ -15,8 +15,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from setblock.adapters import CONFIG
-from setblock.checkpoint import BUNDLED, write_settings
+from setblock.checkpoint import ADAPTER_CONFIG, BUNDLED, write_settings
 from setblock.loading import SMOLLM2
 
 WEIGHTS = "adapter_model.safetensors"
@@ -37,13 +36,13 @@ def main(
     size = sum(tensor.nbytes for tensor in weights.values())
     if size > LIMIT:
         raise typer.BadParameter(f"{adapter} has {size:,} bytes, more than {LIMIT:,}")
-    config = json.loads((adapter / CONFIG).read_text())
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
     if not config.get("alora_invocation_tokens"):
         raise typer.BadParameter(f"{adapter} is no gated adapter")
     config["base_model_name_or_path"] = SMOLLM2
     output_dir.mkdir(parents=True, exist_ok=True)
     save_file(weights, output_dir / WEIGHTS, metadata={"format": "pt"})
-    (output_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (output_dir / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(adapter / "generation_config.json", output_dir)
     own = {"block_size": block_size, "acceptance": acceptance, "verified": {"lookup": lookup}}
     write_settings(output_dir, mode="verified", **own)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 METHODS = ("full", "lora", "qlora", "gated")
-CONFIG = "adapter_config.json"
 
 
 def attach(

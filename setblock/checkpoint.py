@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
@@ -29,11 +30,31 @@ SETTINGS = {
     "chain_width": int,  # of a gated adapter's chain
     "verified": dict,  # what that mode drafts, see DRAFTING; what is absent by arithmetic
 }
+ADAPTER_CONFIG = "adapter_config.json"  # what tells an adapter from a whole checkpoint
 DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": 0}  # at least
 
 
 class ModelError(ValueError):
     """What was asked for can't be loaded or run; one line that names it and what is allowed."""
+
+
+def file_of(source: str, name: str) -> str | None:
+    """The path of a file of a checkpoint folder or hub repository, None if it has none.
+
+    Raises: ModelError if the hub can't tell, which takes it half a minute, and nothing of the
+    repository was fetched before.
+    """
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    if path is None and not Path(source).is_dir():
+        known = [
+            try_to_load_from_cache(source, one) for one in (name, "config.json", ADAPTER_CONFIG)
+        ]
+        if all(one is None for one in known):  # else a path, or a mark that there is no such file
+            raise ModelError(
+                f"can't load {source!r}: it is no folder here, and the hub can't be reached (is "
+                "this machine online? is HF_HUB_OFFLINE set?)"
+            )
+    return path
 
 
 def read_settings(source: str) -> dict[str, Any]:
@@ -43,7 +64,7 @@ def read_settings(source: str) -> dict[str, Any]:
     file says "_from_model_config": true.
     """
     name = "generation_config.json"
-    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    path = file_of(source, name)
     content = json.loads(Path(path).read_text()) if path else {}
     settings = content.get("setblock") if isinstance(content, dict) else content
     if settings is not None and not (isinstance(content, dict) and isinstance(settings, dict)):

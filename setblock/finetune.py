@@ -11,7 +11,7 @@ from accelerate import PartialState
 from peft import PeftConfig
 from transformers import PrinterCallback, ProgressCallback, TrainerState, set_seed
 
-from setblock import adapters
+from setblock import adapters, packed
 from setblock.answers import regenerate
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
@@ -393,7 +393,7 @@ def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None
     size = run.answer_batch_size
     with PartialState().main_process_first(), stop_at_once():
         file.parent.mkdir(parents=True, exist_ok=True)
-        found = write_prompts(model, file, count, Sampling(seed), size, progress)
+        found = write_prompts(_writer(run, model), file, count, Sampling(seed), size, progress)
     if found != count:
         raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
 
@@ -414,7 +414,8 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     # The others find all answers in the file.
     length = run.answer_tokens
     with PartialState().main_process_first(), stop_at_once():
-        own = regenerate(model, rows, file, length, run.answer_batch_size, progress, start)
+        writer = _writer(run, model)
+        own = regenerate(writer, rows, file, length, run.answer_batch_size, progress, start)
     lengths = [sum(mask) for mask in own["completion_mask"]]
     full = [ids for ids, tokens in zip(own["input_ids"], lengths, strict=True) if tokens == length]
     cut = sum(ids[-1] not in model.eos_token_ids for ids in full)
@@ -422,6 +423,13 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     rest += f"; {cut} were cut at answer_tokens={length}" if cut else ""
     say(f"{len(own)} of {len(rows)} answers are trained on, {sum(lengths):,} tokens{rest}")
     return own
+
+
+def _writer(run: Run, model: Model) -> Model:
+    """The same model, on a CPU with weights laid out for decoding, which can't be trained."""
+    if run.method == "qlora" or packed.missing(model.device, model.dtype) is not None:
+        return model
+    return load(run.model, model.dtype, model.device, run.mask_token_id, pack=True)
 
 
 def _silent(line: str) -> None:

@@ -20,14 +20,15 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
-from transformers.utils.hub import cached_file
 
-from setblock import adapters, gated, packed
+from setblock import gated, packed
 from setblock.checkpoint import (
+    ADAPTER_CONFIG,
     BUNDLED,
     ModelError,
     any_of,
     checked_settings,
+    file_of,
     fingerprint,
     read_settings,
     write_settings,
@@ -201,13 +202,13 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def base_of(source: str) -> str | None:
     """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
-    path = cached_file(source, adapters.CONFIG, _raise_exceptions_for_missing_entries=False)
+    path = file_of(source, ADAPTER_CONFIG)
     if path is None:
         return None
     content = json.loads(Path(path).read_text())
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str):
-        raise ModelError(f"{adapters.CONFIG} of {source!r} names no base_model_name_or_path")
+        raise ModelError(f"{ADAPTER_CONFIG} of {source!r} names no base_model_name_or_path")
     return base
 
 
@@ -283,7 +284,7 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     if name and path.is_dir():
-        is_adapter = (path / adapters.CONFIG).is_file()
+        is_adapter = (path / ADAPTER_CONFIG).is_file()
         for files in () if is_adapter else (("config.json",), TOKENIZER_FILES):
             if not any((path / file).is_file() for file in files):
                 raise ModelError(f"folder {name!r} has no {' or '.join(files)}: not a checkpoint")

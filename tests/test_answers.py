@@ -10,6 +10,7 @@ from datasets import Dataset
 from fakes import TableModel
 from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 
+from setblock import packed
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
 from setblock.finetune import finetune
@@ -18,7 +19,7 @@ from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
 from setblock.run import Run
 from setblock.train import SBDTrainer
-from setblock.watch import SIGNALS, prompts_of
+from setblock.watch import SIGNALS, Stopped, prompts_of
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -69,6 +70,21 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
         fill = 3 * [end] if answer["finish_reason"] == "eos" else []
         prompt, told = answer["prompt_ids"], answer["token_ids"] + fill
         assert seen[tuple(prompt + told)] == [-100] * len(prompt) + told
+
+
+@pytest.mark.parametrize("method", ["full", "gated"])
+def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monkeypatch, method):
+    """They are written in less time, and what is trained is another copy."""
+
+    def stop(model: Any, *words: Any) -> None:
+        assert model.packed == (packed.missing(model.device, model.dtype) is None)
+        raise Stopped("SIGTERM")
+
+    monkeypatch.setattr("setblock.finetune.regenerate", stop)
+    rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
+    more = ["--use-cpu", "--bf16", "no"]
+    with pytest.raises(Stopped):
+        finetune(Run(str(checkpoint("llama")), [rows], tmp_path / "o", method=method, **OWN), more)
 
 
 def test_prompts_alone_need_own_answers(tmp_path) -> None:

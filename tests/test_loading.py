@@ -1,8 +1,11 @@
 """From a name to a model: folders, settings, GGUF files, and what is refused."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +15,10 @@ import transformers
 from conftest import copied, make_tokenizer
 from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, token_id, uncached
+from transformers.utils.hub import cached_file
 
 from setblock import loading
+from setblock.adapters import attach
 from setblock.checkpoint import ModelError, fingerprint, write_settings
 from setblock.loading import fingerprint_of
 from setblock.masks import causal_layout
@@ -165,10 +170,42 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatc
         load("runs/mien")
 
 
-def test_a_hub_name_that_can_not_be_had():
+def test_a_hub_name_that_can_not_be_had(monkeypatch):
+    """The hub is asked once: where it can't be reached, each file would take half a minute."""
+    asked = []
+
+    def ask(*words, **options):
+        asked.append(words)
+        return cached_file(*words, **options)
+
+    monkeypatch.setattr("setblock.checkpoint.cached_file", ask)
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
+    assert "the hub can't be reached" in str(caught.value)
+    assert len(asked) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_that_the_hub_gave_before(checkpoint, tmp_path, adapter):
+    """Hub names load from the hub's cache without a connection, adapters on their bases too."""
+    names = {"tiny": checkpoint("llama", mask_token="<mask>")}
+    if adapter:
+        names["drafts"] = tmp_path / "drafts"
+        network = load(names["tiny"]).network
+        attach(network, "owner/tiny", "gated", 7, rank=2, alpha=4).save_pretrained(names["drafts"])
+    for name, folder in names.items():
+        place = tmp_path / "home" / "hub" / f"models--owner--{name}"
+        shutil.copytree(folder, place / "snapshots" / ("0" * 40))
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("0" * 40)
+    name = f"owner/{[*names][-1]}"
+    code = f"from setblock import load; model = load({name!r}); print(model.gated, model.base)"
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    env.pop("HF_HUB_CACHE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == ("True owner/tiny\n" if adapter else "False None\n"), done.stderr
 
 
 def test_incomplete_and_broken_folders(checkpoint, tmp_path):
