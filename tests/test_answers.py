@@ -82,9 +82,11 @@ def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monke
 
     monkeypatch.setattr("setblock.finetune.regenerate", stop)
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
+    base = str(checkpoint("llama"))
+    asked = Run(base, [rows], tmp_path / "o", method=method, answer_tokens=8, **OWN)
     more = ["--use-cpu", "--bf16", "no"]
     with pytest.raises(Stopped):
-        finetune(Run(str(checkpoint("llama")), [rows], tmp_path / "o", method=method, **OWN), more)
+        finetune(asked, more)
 
 
 def test_prompts_alone_need_own_answers(tmp_path) -> None:
