@@ -27,6 +27,7 @@ def regenerate(
     batch_size: int,
     on_progress: Callable[[int], None] = lambda count: None,
     on_start: Callable[[int], None] = lambda known: None,
+    writer: Callable[[Model], Model] = lambda model: model,
 ) -> Dataset:
     """Each prompt with the model's greedy next-token answer.
 
@@ -35,7 +36,7 @@ def regenerate(
     An answer that reaches max_new_tokens goes as far as it goes: no end is put behind it. Empty
     ones are left out.
     on_start: called with the number of answers that are there already; on_progress: with the number
-    there is by now.
+    there is by now. writer: what answers in the model's place, asked for if any answer is missing.
     Effects: each answer is added to `file` as it comes, one JSON object a line; a second call goes
     on where the first was stopped.
     Raises: ValueError for a file that belongs to other rows, and if all answers are empty.
@@ -68,14 +69,18 @@ def regenerate(
     with file.open("a", encoding="utf-8") as out:
         if file.stat().st_size and not file.read_text(encoding="utf-8").endswith("\n"):
             out.write("\n")
-        reveals = stream(
-            model,
-            [prompts[index] for index in missing],
-            mode="ntp",
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
+        reveals = (
+            stream(
+                writer(model),
+                [prompts[index] for index in missing],
+                mode="ntp",
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+            )
+            if missing
+            else ()
         )
-        for reveal in reveals if missing else ():
+        for reveal in reveals:
             if (generation := reveal.generation) is None:
                 continue
             index = missing[reveal.row]

@@ -13,22 +13,26 @@ WHAT = {
     "forward.",
     "gated": "A gated adapter for set block decoding\n"
     "([arXiv:2509.04185](https://arxiv.org/abs/2509.04185)). It acts on masked positions alone:\n"
-    "its base's next-token text stays what it was. By default it decodes verified: the adapter\n"
-    "drafts, the base verifies, and the text is the base's own, in fewer forwards.",
+    "its base's next-token text stays what it was. Decoded verified, the adapter drafts, the base\n"
+    "verifies, and the text is the base's own, in fewer forwards.",
     "ntp": "Trained for next-token prediction alone, as the baseline of set block decoding\n"
     "([arXiv:2509.04185](https://arxiv.org/abs/2509.04185)).",
 }
 USE = {
     "sbd": "`setblock tune FOLDER ...` looks for the fastest decoding that loses no score that you "
     "would\nmiss, and makes it the default.",
-    "gated": "`setblock tune FOLDER ...` measures how many of its drafts are accepted, and writes "
-    "that down\nbeside it: how much to draft is chosen by that. `--mode sbd` decodes without "
-    "verification, for\nwhich a gated adapter needs far more training.",
+    "gated": "By default it decodes verified. `setblock tune FOLDER ...` measures how many of its "
+    "drafts are\naccepted, and writes that down beside it: how much to draft is chosen by that. "
+    "Mode sbd decodes\nwithout verification, for which a gated adapter needs far more training.",
     "ntp": "It decodes token by token.",
 }
 CHOSEN = (
-    "By the clock `setblock speedup` chose, on prompts held out, {choice}: {speed:.2f} times as "
-    "fast\nas token by token ({machine}). `setblock tune FOLDER ...` chooses anew, for another one."
+    "By the clock `setblock speedup` chose, on prompts held out, {choice}: {speed:.2f} times as\n"
+    "fast as token by token ({where}). `setblock tune FOLDER ...` chooses anew."
+)
+CHOSEN_NTP = (
+    "It decodes token by token: `setblock speedup` found nothing faster ({where}).\n"
+    "`setblock tune FOLDER ...` looks anew, and `--mode verified` drafts in any case."
 )
 LIBRARIES = ("setblock", "trl", "transformers", "torch")
 CARD = """---
@@ -104,6 +108,16 @@ def card(
     )
 
 
-def with_choice(text: str, choice: str, speed: float, machine: str) -> str:
-    """A gated adapter's card that tells what the clock chose, instead of how to choose."""
-    return text.replace(USE["gated"], CHOSEN.format(choice=choice, speed=speed, machine=machine))
+def with_choice(text: str, choice: str | None, speed: float, where: str) -> str:
+    """A card of ours that tells what the clock chose, in place of how to choose.
+
+    choice: a setting in words, None for token by token. where: machine and circumstances. A card
+    that was written anew by hand gets the sentence as its last.
+    """
+    told = CHOSEN_NTP if choice is None else CHOSEN
+    told = told.format(choice=choice, speed=speed, where=where)
+    before, cue, rest = text.partition('--prompt "..."\n```\n\n')
+    _, heading, after = rest.partition("\n\n## Set block decoding")
+    if not heading:
+        return f"{text}\n{told}\n"
+    return before + cue + told + heading + after

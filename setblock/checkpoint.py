@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
-from transformers.utils.hub import cached_file
 
 _GIVEN = os.environ.get("XDG_CACHE_HOME", "")  # one that is not absolute shall be ignored
 # Stays "~/.cache" where nobody is at home; Path.expanduser would raise.
@@ -41,20 +41,22 @@ class ModelError(ValueError):
 def file_of(source: str, name: str) -> str | None:
     """The path of a file of a checkpoint folder or hub repository, None if it has none.
 
-    Raises: ModelError if the hub can't tell, which takes it half a minute, and nothing of the
-    repository was fetched before.
+    Where the hub can't be asked, a repository has what was fetched before.
+    Raises: OSError if nothing was; the hub is given half a minute, and each further file of such a
+    repository would take as long.
     """
-    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    if path is None and not Path(source).is_dir():
-        known = [
-            try_to_load_from_cache(source, one) for one in (name, "config.json", ADAPTER_CONFIG)
-        ]
-        if all(one is None for one in known):  # else a path, or a mark that there is no such file
-            raise ModelError(
-                f"can't load {source!r}: it is no folder here, and the hub can't be reached (is "
-                "this machine online? is HF_HUB_OFFLINE set?)"
-            )
-    return path
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return str(path) if path.is_file() else None
+    try:
+        return hf_hub_download(source, name)
+    except LocalEntryNotFoundError:
+        here = [try_to_load_from_cache(source, one) for one in ("config.json", ADAPTER_CONFIG)]
+        if not any(isinstance(one, str) for one in here):  # else a path, or a mark that it has none
+            raise
+    except EntryNotFoundError:
+        pass
+    return None
 
 
 def read_settings(source: str) -> dict[str, Any]:

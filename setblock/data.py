@@ -34,13 +34,14 @@ def load_rows(
 ) -> Dataset:
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
-    A column more, "where", names the file and line of each, or the dataset and row.
+    Of several that fit it is the first. A column more, "where", names the file and line of each, or
+    the dataset and row.
 
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
     limit: the first rows only.
-    prompts_only: rows of a prompt, or of messages whose last answer is left out, whatever else they
-    hold but for tools.
+    prompts_only: rows of a prompt, or else of messages, whatever other columns they have but tools.
+    They come as prompts; of messages an answer that comes last is left out.
     own: the one of the names whose columns have the usual names in any case.
     Raises: ValueError naming file and line, or the dataset, for what can't be read or has no rows.
     """
@@ -88,12 +89,10 @@ def load_rows(
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
         places = [f"{name}: row {number}" for number in range(len(dataset))]
-        read = [
-            _checked(row, where, {}, formats) for where, row in zip(places, dataset, strict=True)
-        ]
-        if prompts_only:
-            read = [_asked(row, where) for where, row in zip(places, read, strict=True)]
-            dataset = Dataset.from_list(read)
+        for where, row in zip(places, dataset, strict=True):
+            _checked(row, where, {}, formats)
+        if prompts_only and not isinstance(dataset[0].get("prompt"), str):
+            dataset = _chats_asked(dataset, places)
         parts.append(dataset.add_column("where", places))
     kinds = {_kind({k: v for k, v in part[0].items() if k != "where"}) for part in parts}
     if len(kinds) > 1:
@@ -123,8 +122,7 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
     if chat and isinstance(first.get("prompt"), str):
         rows = rows.map(_as_turns, desc="Chat turns")
         first = rows[0]
-    talks = "messages" in first or isinstance(first.get("prompt"), list)
-    if not talks:
+    if not talks(rows):
         if chat:
             raise ValueError("--chat needs rows of prompt and completion, or of messages")
         return rows
@@ -146,6 +144,12 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
         remove_columns=rows.column_names,
         desc="Tokenizing conversations",
     )
+
+
+def talks(rows: Dataset) -> bool:
+    """Whether these rows of load_rows are turns, which go through the chat template in any case."""
+    first = rows[0]
+    return "messages" in first or isinstance(first.get("prompt"), list)
 
 
 def conversation(
@@ -257,15 +261,28 @@ def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> 
     raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}{hint}")
 
 
-def _asked(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _asked(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What is asked in a row of PROMPTS; of messages all but an answer that comes last."""
-    if "prompt" in row:
-        return row
-    turns = row["messages"]
-    turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-    if not turns:
-        raise ValueError(f"{where}: messages ask nothing: there is an answer alone")
+    [turns] = row.values()
+    if not isinstance(turns, str):
+        turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+        if not turns:
+            raise ValueError(f"{where}: messages ask nothing: there is an answer alone")
     return {"prompt": turns}
+
+
+def _chats_asked(dataset: Dataset, places: list[str]) -> Dataset:
+    """`_asked` of each row."""
+
+    def asked(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return _asked(row, places[number])
+
+    return dataset.map(
+        asked,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        desc="Chat prompts",
+    )
 
 
 def _kind(row: dict[str, Any]) -> str:

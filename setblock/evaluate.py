@@ -34,8 +34,8 @@ class Form:
     data: Rows | None = None
     shots_data: Rows | None = None
 
-    def prompt(self, item: Item) -> str:
-        """The text of an item."""
+    def prompt(self, item: Item) -> str | list[int]:
+        """The text of an item, or its token ids."""
         return self.task.prompt(item, self.examples, self.chat)
 
     def describe(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _prompts(
     model: Model, problems: Sequence[nano.Problem] | Sequence[Item], form: Form | None
 ) -> list[list[int]]:
     """Token ids of what is asked."""
-    texts = [form.prompt(one) if form else one.prompt for one in problems]  # type: ignore[arg-type]
+    texts: Any = [form.prompt(one) if form else one.prompt for one in problems]  # type: ignore[arg-type]
     return encode(model, texts, form is None or form.chat)
 
 

@@ -41,14 +41,7 @@ def export(model: Model, folder: Path) -> None:
     network: Any = model.network
     network.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    write_settings(
-        folder,
-        **model.defaults,
-        mask_token_id=model.mask_token_id,
-        trained=model.trained,
-        acceptance=model.acceptance,
-        verified=model.drafting or None,
-    )
+    write_settings(folder, **model.settings)
     path = folder / "generation_config.json"
     content = json.loads(path.read_text())
     content.pop("_from_model_config", None)  # with it, transformers drops what it does not know

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from setblock import adapters, packed
 from setblock.answers import regenerate
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.data import fingerprint, load_rows, prepare
+from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
@@ -33,6 +34,8 @@ from setblock.resume import (
 from setblock.run import OWN, Run, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
 from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of, stop_at_once
+
+MOST_COPIED = 2**32  # bytes of weights that there may be twice while a model answers
 
 
 def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -106,6 +109,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
         make_up_prompts(run, model, config.seed, say)
         rows = _training_rows(run)
         settings["rows"] = fingerprint(rows)
+    chat = run.chat or talks(rows)
     if run.answers == "model":
         prompts = _as_prompts(rows, model, run, config, "the training data", say)
         rows = _own_answers(run, model, prompts, say)
@@ -121,7 +125,8 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     judged = None if judged is None else prepare(judged, model.tokenizer, run.chat)
     callbacks = [signals, *([probe] if probe else []), LogLines(say)]
     trainer = _trainer(config, model, rows, judged, callbacks)
-    trainer.provenance = {**asdict(run), "output_dir": str(run.output_dir), "rows": len(rows)}
+    facts_of_run = {"chat": chat, "output_dir": str(run.output_dir), "rows": len(rows)}
+    trainer.provenance = {**asdict(run), **facts_of_run}
     cost = estimate(trainer, done=0 if state is None else state.global_step)
     if state is None or not finished:
         say(describe(cost))
@@ -298,10 +303,7 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
     network: Any = model.network
     network.to(DTYPES[dtype]).save_pretrained(output_dir)
     model.tokenizer.save_pretrained(output_dir)
-    settings = {**_settings_of(model), "mask_token_id": model.mask_token_id}
-    write_settings(
-        output_dir, **settings, acceptance=model.acceptance, verified=model.drafting or None
-    )
+    write_settings(output_dir, **model.settings)
 
 
 def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
@@ -393,7 +395,7 @@ def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None
     size = run.answer_batch_size
     with PartialState().main_process_first(), stop_at_once():
         file.parent.mkdir(parents=True, exist_ok=True)
-        found = write_prompts(_writer(run, model), file, count, Sampling(seed), size, progress)
+        found = write_prompts(model, file, count, Sampling(seed), size, progress)
     if found != count:
         raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
 
@@ -414,8 +416,9 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     # The others find all answers in the file.
     length = run.answer_tokens
     with PartialState().main_process_first(), stop_at_once():
-        writer = _writer(run, model)
-        own = regenerate(writer, rows, file, length, run.answer_batch_size, progress, start)
+        own = regenerate(
+            model, rows, file, length, run.answer_batch_size, progress, start, partial(_writer, run)
+        )
     lengths = [sum(mask) for mask in own["completion_mask"]]
     full = [ids for ids, tokens in zip(own["input_ids"], lengths, strict=True) if tokens == length]
     cut = sum(ids[-1] not in model.eos_token_ids for ids in full)
@@ -426,8 +429,13 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
 
 
 def _writer(run: Run, model: Model) -> Model:
-    """The same model, on a CPU with weights laid out for decoding, which can't be trained."""
-    if run.method == "qlora" or packed.missing(model.device, model.dtype) is not None:
+    """What answers for a model: on a CPU a copy whose weights are laid out for decoding.
+
+    Those can't be trained. Of large models no copy is made.
+    """
+    if run.method == "qlora" or model.weight_bytes > MOST_COPIED or model.packed:
+        return model
+    if packed.missing(model.device, model.dtype) is not None:
         return model
     return load(run.model, model.dtype, model.device, run.mask_token_id, pack=True)
 

@@ -138,7 +138,7 @@ class Model:
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
-        self.acceptance_source = "the checkpoint's" if "acceptance" in settings else "assumed"
+        self.acceptance_is_known = "acceptance" in settings
         self._windows = _windows(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
@@ -159,6 +159,17 @@ class Model:
     def author(self) -> str:
         """The MODEL whose next-token text it writes: of a gated adapter the base."""
         return self.base if self.gated and self.base is not None else self.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint of it says to us, as `write_settings` takes it."""
+        return {
+            **self.defaults,
+            "mask_token_id": self.mask_token_id,
+            "trained": self.trained,
+            "acceptance": self.acceptance if self.acceptance_is_known else None,
+            "verified": self.drafting or None,
+        }
 
     @property
     def device(self) -> torch.device:

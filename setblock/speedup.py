@@ -5,16 +5,20 @@ prompts are kept back, for the clock to choose by.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from setblock.data import load_rows
+from setblock.data import load_rows, prepare
+from setblock.evaluate import Form
 from setblock.finetune import check_beside_own, finetune, fitting, make_up_prompts
 from setblock.loading import load
+from setblock.model import Model
 from setblock.resume import OWN_FOLDER, PREFIX
 from setblock.run import Run, names_of, parse_config
+from setblock.tasks import TASKS, Item
+from setblock.watch import prompts_of
 
 CHAIN_WIDTH = 256
 LEARNED, HELD_OUT = "learned.jsonl", "held_out.jsonl"
@@ -52,7 +56,7 @@ def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None])
     config = parse_config(run, words)  # what is wrong in the words, before minutes of prompts
     most = run.own_prompts if len(run.data) == 1 and run.own_prompts else None
     _check_number(held_out, most)
-    model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device)
+    model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device, pack=None)
     if run.own_prompts:
         check_beside_own(run)
         make_up_prompts(run, model, config.seed, say)
@@ -67,6 +71,28 @@ def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None])
     part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
     resume = any(run.output_dir.glob(f"{PREFIX}*"))
     return finetune(replace(run, **part, resume=resume), words, say)
+
+
+@dataclass(frozen=True)
+class Asked(Form):
+    """Prompts put in the very tokens that training put them in.
+
+    ids: of each by its item's key.
+    """
+
+    ids: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def prompt(self, item: Item) -> list[int]:
+        return self.ids[item.key]
+
+
+def as_learned(file: Path, model: Model, chat: bool) -> tuple[list[Item], Form]:
+    """(the prompts of HELD_OUT, how they are put) as `evaluate` takes them, chats whole."""
+    rows = load_rows([str(file)], prompts_only=True)
+    ids = prompts_of(model, prepare(rows, model.tokenizer, chat))
+    items = [Item(str(n), json.dumps(prompt), "", None) for n, prompt in enumerate(rows["prompt"])]
+    keyed = {item.key: one for item, one in zip(items, ids, strict=True)}
+    return items, Asked(TASKS["prompts"], chat=False, ids=keyed)
 
 
 def _check_number(held_out: int, prompts: int | None) -> None:

@@ -82,7 +82,7 @@ class TableModel(Model):
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.byte_ids = frozenset()
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
-        self.acceptance_source = "assumed"
+        self.acceptance_is_known = False
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []
 

@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from fakes import TableModel
 from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
@@ -14,12 +15,12 @@ from setblock import packed
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
 from setblock.finetune import finetune
-from setblock.generation import generate
+from setblock.generation import generate, stream
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
 from setblock.run import Run
 from setblock.train import SBDTrainer
-from setblock.watch import SIGNALS, Stopped, prompts_of
+from setblock.watch import SIGNALS, prompts_of
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -74,19 +75,25 @@ def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> N
 
 @pytest.mark.parametrize("method", ["full", "gated"])
 def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monkeypatch, method):
-    """They are written in less time, and what is trained is another copy."""
+    """They are written in less time, by a copy, which is made if any is missing."""
+    writers = []
 
-    def stop(model: Any, *words: Any) -> None:
-        assert model.packed == (packed.missing(model.device, model.dtype) is None)
-        raise Stopped("SIGTERM")
+    def note(model: Any, *words: Any, **options: Any) -> Any:
+        writers.append(model.packed)
+        return stream(model, *words, **options)
 
-    monkeypatch.setattr("setblock.finetune.regenerate", stop)
-    rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
-    base = str(checkpoint("llama"))
-    asked = Run(base, [rows], tmp_path / "o", method=method, answer_tokens=8, **OWN)
-    more = ["--use-cpu", "--bf16", "no"]
-    with pytest.raises(Stopped):
-        finetune(asked, more)
+    monkeypatch.setattr("setblock.answers.stream", note)
+    rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
+    words = ["--use-cpu", "--bf16", "no", "--max-steps", "1", "--save-strategy", "no"]
+    said: list[str] = []
+    how: Any = {"method": method, "answer_tokens": 8, **OWN}
+    for name in ("first", "second"):
+        finetune(Run(str(checkpoint("llama")), [rows], tmp_path / name, **how), words, said.append)
+        (tmp_path / "second" / "_run").mkdir(parents=True, exist_ok=True)
+        answers = tmp_path / "first" / "_run" / "answers.jsonl"
+        shutil.copy(answers, tmp_path / "second" / "_run")
+    assert writers == [packed.missing(torch.device("cpu"), torch.float32) is None]
+    assert sum(one.startswith("answering 2 prompts with the model") for one in said) == 1
 
 
 def test_prompts_alone_need_own_answers(tmp_path) -> None:
@@ -104,9 +111,10 @@ def test_chats_ask_for_their_last_answer(tmp_path, suffix) -> None:
     )
     file = tmp_path / f"chats.{suffix}"
     rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
-    read = load_rows([str(file)], prompts_only=True)
-    assert read["prompt"] == [[ask, more, told, more], [ask, more]]
-    assert set(read.column_names) == {"prompt", "where"}
+    for name in ("prompt", "messages"):
+        read = load_rows([str(file)], prompt_field=name, prompts_only=True)
+        assert read["prompt"] == [[ask, more, told, more], [ask, more]]
+        assert set(read.column_names) == {"prompt", "where"}
     rows = Dataset.from_list([{"messages": [told]}])
     rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
     with pytest.raises(ValueError, match=r"chats.* messages ask nothing: there is an answer alone"):

@@ -54,7 +54,7 @@ def test_settings_are_those_of_the_model(exported, checkpoint):
     model = load(exported)
     assert model.trained
     assert model.defaults == {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
-    assert model.acceptance == 0.7
+    assert (model.acceptance, model.acceptance_is_known) == (0.7, True)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def test_qlora_trains_on_a_base_of_4_bits(checkpoint, rows, tmp_path, monkeypatc
     # Folded into a base in its own precision.
     run(monkeypatch, "merge", folder, tmp_path / "merged", "--dtype", "float32")
     capsys.readouterr()
-    assert not load(tmp_path / "merged").adapted
+    whole = load(tmp_path / "merged")
+    assert not whole.adapted
+    assert not whole.acceptance_is_known, "as that of the adapter"
     folded = next_token_logits(load(tmp_path / "merged"))
     torch.testing.assert_close(folded, next_token_logits(after))
 

@@ -14,12 +14,13 @@ import torch
 import transformers
 from conftest import copied, make_tokenizer
 from gguf import GGUFWriter, TokenType
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from networks import embeddings, load, token_id, uncached
-from transformers.utils.hub import cached_file
 
 from setblock import loading
 from setblock.adapters import attach
-from setblock.checkpoint import ModelError, fingerprint, write_settings
+from setblock.checkpoint import ModelError, file_of, fingerprint, write_settings
 from setblock.loading import fingerprint_of
 from setblock.masks import causal_layout
 
@@ -174,16 +175,27 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch):
     """The hub is asked once: where it can't be reached, each file would take half a minute."""
     asked = []
 
-    def ask(*words, **options):
+    def ask(*words):
         asked.append(words)
-        return cached_file(*words, **options)
+        return hf_hub_download(*words)
 
-    monkeypatch.setattr("setblock.checkpoint.cached_file", ask)
+    monkeypatch.setattr("setblock.checkpoint.hf_hub_download", ask)
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
-    assert "the hub can't be reached" in str(caught.value)
     assert len(asked) == 1
+
+
+def test_a_file_that_the_hub_does_not_have(monkeypatch):
+    class Missing(EntryNotFoundError):
+        def __init__(self):
+            pass  # without the hub's answer
+
+    def missing(*words):
+        raise Missing
+
+    monkeypatch.setattr("setblock.checkpoint.hf_hub_download", missing)
+    assert file_of("owner/name", "generation_config.json") is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it

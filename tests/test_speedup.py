@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from trainings import run, write
 
 from setblock.cli import speeding
 from setblock.config import SBDConfig
-from setblock.evaluate import Form
+from setblock.evaluate import evaluate
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.run import Run, parse_config
-from setblock.speedup import RECIPE, learn, with_recipe
-from setblock.tasks import TASKS, load_items, read_rows
+from setblock.speedup import RECIPE, as_learned, learn, with_recipe
 from setblock.watch import Stopped
 
 # trl's own defaults use a name that transformers deprecates.
@@ -49,12 +49,15 @@ def words(checkpoint, prompts, tmp_path) -> tuple[str, ...]:
 
 @pytest.fixture
 def chooses(monkeypatch):
-    """chooses(**changes): every search ends in CHOSEN but for these."""
+    """chooses(**changes): every search ends in CHOSEN but for these.
 
-    def use(**changes):
+    was: the acceptance that the model said it had, None for nothing.
+    """
+
+    def use(was=None, **changes):
         line = CHOSEN | changes
         found = {"chosen": line, "finalists": [line], "acceptance": 0.7, "by": "clock"}
-        found |= {"judged": False, "before": {"acceptance": None}, "max_drop": 0.005}
+        found |= {"judged": False, "before": {"acceptance": was}, "max_drop": 0.005}
         found |= {"confidence": 0.95, "confirmed_on": 1}
         monkeypatch.setattr(speeding, "search", lambda *args: found)
 
@@ -92,9 +95,8 @@ def test_one_command(words, prompts, checkpoint, tmp_path, monkeypatch, capsys) 
     said = generate(model, ids, mode="verified", max_new_tokens=12)
     asked = generate(base, ids, mode="ntp", max_new_tokens=12)
     assert [one.token_ids for one in said] == [one.token_ids for one in asked]
-    # What is measured is put as what was learned.
-    items = load_items(TASKS["prompts"], read_rows(own / "held_out.jsonl"))
-    assert [base.encode(Form(TASKS["prompts"]).prompt(one), chat=True) for one in items] == ids
+    items, form = as_learned(own / "held_out.jsonl", base, chat=True)
+    assert [form.prompt(one) for one in items] == ids
 
     monkeypatch.setattr("setblock.speedup.finetune", None)
     monkeypatch.setattr(speeding, "search", None)
@@ -128,7 +130,7 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     assert (model.defaults["mode"], model.acceptance) == ("verified", 0.7)
     assert model.drafting == {"block_size": 3, "branches": 1, "seeds": 0, "lookup": 8}
     card = (folder / "README.md").read_text()
-    assert "chose, on prompts held out, verified 3, 1 branch, lookup 8: 1.75 times as fast" in card
+    assert "on prompts held out, verified 3, 1 branch, lookup 8: 1.75 times as\nfast as" in card
     assert f'setblock generate {folder.name} --chat --prompt "..."' in card
     assert "measures how many of its drafts" not in card
 
@@ -140,7 +142,11 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     assert "decodes token by token: nothing else is faster on this machine yet. More steps" in out
     assert "no setting is written" not in out
     assert load(tmp_path / "fast").defaults["mode"] == "ntp", "else it would draft"
-    chooses(lossless=False, rounding=True, proven=False)
+    card = (tmp_path / "fast" / "README.md").read_text()
+    assert "It decodes token by token: `setblock speedup` found nothing faster (" in card
+    assert "By default it decodes verified" not in card
+    assert "acceptance of drafted tokens: 0.70\n" in out
+    chooses(was=0.6, lossless=False, rounding=True, proven=False)
     monkeypatch.setattr("setblock.speedup.finetune", None)
     record = json.loads((tmp_path / "fast" / "speedup.json").read_text())
     (tmp_path / "fast" / "speedup.json").write_text(json.dumps(record | {"results": []}))
@@ -149,6 +155,11 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     assert "llama" in out
     assert "says, but for rounding, 1.75 times as fast" in out
     assert "rounding: verified, whose text differs" in out
+    assert "acceptance of drafted tokens: 0.70, was 0.60\n" in out
+    card = (tmp_path / "fast" / "README.md").read_text()
+    assert "verified 3, 1 branch, lookup 8: 1.75 times as\nfast as token by token (" in card
+    assert ", batch size 1). `setblock tune" in card
+    assert "It decodes token by token" not in card
     assert load(tmp_path / "fast").defaults["mode"] == "verified"
 
 
@@ -286,7 +297,9 @@ def test_one_process(words, monkeypatch, capsys) -> None:
 
 def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
     """Prompts of messages go through the template; plain ones are continued as they are."""
-    talks = [{"prompt": [{"role": "user", "content": f"ask {n}"}]} for n in range(4)]
+    said = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    turns = [[*said, {"role": "user", "content": f"ask {n}"}] for n in range(4)]
+    talks = [{"messages": [*some, said[-1]]} for some in turns]
     texts = [{"prompt": f"begin {n}"} for n in range(4)]
     base = load(checkpoint("llama"), dtype="float32")
     for name, rows, chat in (("talks", talks, True), ("texts", texts, False)):
@@ -296,14 +309,21 @@ def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
             answers="model", answer_tokens=4,
         )  # fmt: skip
         learn(asked, [*STEPS, "--use-cpu"], 2, lambda line: None)
-        held_out = tmp_path / name / "_run" / "held_out.jsonl"
-        form = Form(TASKS["prompts"], chat=chat)
-        kept = [form.prompt(one) for one in load_items(form.task, read_rows(held_out))]
-        assert kept == [f"{'ask' if chat else 'begin'} {n}" for n in (0, 2)]
+        ids = [base.encode(f"begin {n}") for n in range(4)]
+        if chat:
+            whole: list[Any] = [
+                base.tokenizer.apply_chat_template(some, add_generation_prompt=True, tokenize=False)
+                for some in turns
+            ]
+            ids = [base.tokenizer.encode(text, add_special_tokens=False) for text in whole]
+        items, form = as_learned(tmp_path / name / "_run" / "held_out.jsonl", base, chat)
+        assert [form.prompt(one) for one in items] == [ids[0], ids[2]]
+        score = evaluate(load(tmp_path / name), items, 2, form=form, mode="ntp", max_new_tokens=4)
+        asked = generate(base, [ids[0], ids[2]], mode="ntp", max_new_tokens=4)
+        assert [one.token_ids for one in score.samples] == [one.token_ids for one in asked]
         answers = (tmp_path / name / "_run" / "answers.jsonl").read_text().splitlines()
-        wanted = [f"{'ask' if chat else 'begin'} {n}" for n in (1, 3)]
-        ids = [base.encode(text, chat=chat) for text in wanted]
-        assert sorted(json.loads(line)["prompt_ids"] for line in answers) == sorted(ids)
+        learned = sorted(json.loads(line)["prompt_ids"] for line in answers)
+        assert learned == sorted([ids[1], ids[3]])
 
 
 def test_the_recipe_is_what_is_not_typed(tmp_path) -> None:

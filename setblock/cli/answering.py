@@ -195,13 +195,13 @@ def info(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a model's architecture, mask token, whether it is SBD-trained, and its defaults."""
+    """Show a model's architecture, an adapter's base, the mask token, and what it decodes by."""
     model = load_model(model_name, dtype, device, mask_token_id, pack=Switch.off)
     config = model.network.config
     facts = {
         "model": model.name,
         "base": model.base,
-        "adapter": {(True, True): "gated", (True, False): "lora"}.get((model.adapted, model.gated)),
+        "adapter": model.base and ("gated" if model.gated else "lora"),
         "architecture": type(model.network).__name__,
         "parameters": sum(weight.numel() for weight in model.network.parameters()),
         "layers": config.num_hidden_layers,
@@ -215,7 +215,7 @@ def info(
         "sbd_trained": model.trained,
         **{f"default_{name}": value for name, value in model.defaults.items()},
         "acceptance": model.acceptance,
-        "acceptance_source": model.acceptance_source,
+        "acceptance_source": "the checkpoint's" if model.acceptance_is_known else "assumed",
         "verified": model.drafting or None,
     }
     if as_json:

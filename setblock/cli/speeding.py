@@ -99,12 +99,10 @@ def speedup(
     quiet_libraries()
     check_packages()
     with starting():
-        from setblock.card import with_choice
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
         from setblock.run import Run
         from setblock.speedup import CHAIN_WIDTH, learn
-        from setblock.tune import words as words_of
         from setblock.watch import Stopped, stop_at_once
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -152,14 +150,12 @@ def speedup(
         except Stopped as stop:
             fail(f"stopped by {stop} while timing; the same command goes on", exit_code(str(stop)))
         write_choice(output_dir, line, dtype, None)
-        chosen = line["chosen"]
-        if chosen["mode"] == "ntp":  # else a gated adapter drafts by default
+        if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
             write_settings(output_dir, mode="ntp", verified=None)
-        card, machine = output_dir / "README.md", record["machine"]
-        told = words_of(chosen), chosen["speed"], machine["cuda"] or machine["cpu"]
-        card.write_text(with_choice(card.read_text(encoding="utf-8"), *told), encoding="utf-8")
+        record["machine"] = new_record()["machine"]  # the one that timed
         record["results"] = [line]
         save_record(record, file)
+        _note_choice(output_dir / "README.md", record)
     elif not as_json:
         err.print(f"finished already; what {file} says:", style="dim")
     line = record["results"][0]
@@ -194,31 +190,39 @@ def _of_same(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     return record if same and whole else None
 
 
+def _note_choice(card: Path, record: dict[str, Any]) -> None:
+    """Effects: the model's card says what the clock chose, and where."""
+    from setblock.card import with_choice
+    from setblock.tune import words
+
+    chosen, machine, asked = record["results"][0]["chosen"], record["machine"], record["request"]
+    where = f"{machine['cuda'] or machine['cpu']}, batch size {asked['batch_size']}"
+    choice = None if chosen["mode"] == "ntp" else words(chosen)
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    card.write_text(with_choice(text, choice, chosen["speed"], where), encoding="utf-8")
+
+
 def _fastest(
     folder: Path, record: dict[str, Any], dtype: Dtype | None, compile: Compile
 ) -> dict[str, Any]:
     """What a search among verified settings ends in, by the clock on the held-out prompts."""
-    from setblock.evaluate import Form
     from setblock.records import Journal, new_record
     from setblock.resume import OWN_FOLDER
-    from setblock.speedup import HELD_OUT
-    from setblock.tasks import TASKS, load_items, read_rows
+    from setblock.speedup import HELD_OUT, as_learned
     from setblock.tune import Target, Tried
 
     asked = record["request"]
-    rows = read_rows(folder / OWN_FOLDER / HELD_OUT)
-    form = Form(TASKS["prompts"], chat=asked["chat"], data=rows)
-    items = load_items(form.task, rows)
     model = load_model(str(folder), dtype, None, None, compile)
+    items, form = as_learned(folder / OWN_FOLDER / HELD_OUT, model, asked["chat"])
     tried, target = Tried(modes=("verified",)), Target(MAX_DROP, CONFIDENCE, "clock")
     request = {
         **asked,
         "steps": record["training"]["steps"],
         "longest": model.defaults["block_size"],
     }
-    # Times of another version of the code, or of other libraries, are no part of this search.
-    told = json.dumps([request, *(new_record()[name] for name in ("commit", "versions"))])
-    digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+    # Times of other code, libraries or machines are no part of this search.
+    told = [request, *(new_record()[name] for name in ("commit", "versions", "machine"))]
+    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
     journal = Journal(request, path, path.exists())
     common = {"max_new_tokens": asked["answer_tokens"]}

@@ -165,7 +165,7 @@ def train(
         str | None,
         typer.Option(
             help="data: learn the data's answers. model: let the model answer the prompts first, "
-            "and learn its own answers; rows need no more than a prompt. Default: data.",
+            "and learn its own answers; rows need no more than a prompt, or chats. Default: data.",
             rich_help_panel=ANSWERS,
         ),
     ] = None,

@@ -236,8 +236,8 @@ def search(
     record = journal.record
     if (line := journal.finished(0)) is not None:
         return line
-    known = model.acceptance_source != "assumed"
-    before = {**model.defaults, **model.drafting, "acceptance": model.acceptance if known else None}
+    acceptance = model.acceptance if model.acceptance_is_known else None
+    before = {**model.defaults, **model.drafting, "acceptance": acceptance}
     record["rounds"] = []
 
     def note(done: dict[str, Any]) -> None:
