@@ -145,7 +145,7 @@ def speedup(
     if not record["results"]:
         err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
         try:
-            with stop_at_once():
+            with telling(as_json), stop_at_once():
                 line = _fastest(output_dir, record, dtype, compile)
         except Stopped as stop:
             fail(f"stopped by {stop} while timing; the same command goes on", exit_code(str(stop)))
