@@ -64,7 +64,7 @@ def test_vllm_is_asked_for_the_same(model, fake_vllm, monkeypatch):
 
 
 def test_why_vllm_can_not_take_part(model, fake_vllm, monkeypatch, tmp_path):
-    monkeypatch.setattr(model, "adapted", True)
+    monkeypatch.setattr(model, "base", "some base")
     assert "merge it first" in str(contenders.vllm_missing(model))
     monkeypatch.undo()
     monkeypatch.setattr(contenders, "find_spec", lambda name: None)

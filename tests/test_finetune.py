@@ -78,7 +78,7 @@ def test_every_method_gives_a_model(
     assert f"# {folder.name}\n" in card
     assert f"library_name: {'transformers' if method == 'full' else 'peft'}" in card
     assert after.defaults["mode"] == ("verified" if method == "gated" else "sbd")
-    assert ("drafts, the base verifies" in card) == (method == "gated")
+    assert ("Decoded verified, the adapter drafts" in card) == (method == "gated")
     assert str(rows) in card
     assert "matp_loss" in card
     assert '"max_block_size": 16' in card
