@@ -385,7 +385,10 @@ def check_beside_own(run: Run) -> None:
 def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
     """Effects: run.prompts_file holds as many as were asked for."""
     count, file = run.own_prompts, run.prompts_file
-    say(f"making up {count} prompts with the model itself; {file}")
+    known = file.read_bytes().count(b"\n") if file.exists() else 0
+    if known < count:
+        there = f", {known} of them before" if known else ""
+        say(f"making up {count} prompts with the model itself{there}; {file}")
     every = max(count // 20, 1)
 
     def progress(number: int) -> None:

@@ -14,7 +14,7 @@ from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 from setblock import packed
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
-from setblock.finetune import finetune
+from setblock.finetune import finetune, make_up_prompts
 from setblock.generation import generate, stream
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
@@ -166,6 +166,21 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     fewer = Run("nano", ["own:2"], tmp_path / "new", chat=True, answers="model")
     with pytest.raises(ValueError, match=r"prompts.jsonl holds 3 prompts, more than own:2: move"):
         finetune(fewer, ["--max-steps", "1", "--bf16", "no", "--seed", "5"])
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [(0, ["making up 2 prompts with the model itself; "]), (1, [", 1 of them before; "]), (2, [])],
+)
+def test_making_up_prompts_says_how_many_are_there(tmp_path, monkeypatch, known, told) -> None:
+    run = Run("nano", ["own:2"], tmp_path, chat=True, answers="model")
+    run.prompts_file.parent.mkdir(parents=True)
+    run.prompts_file.write_text('{"prompt": "a"}\n' * known)
+    monkeypatch.setattr("setblock.finetune.write_prompts", lambda model, file, count, *rest: count)
+    said: list[str] = []
+    make_up_prompts(run, TableModel.spelling("", start=1), 5, said.append)
+    assert len(said) == len(told)
+    assert all(part in line for part, line in zip(told, said, strict=True))
 
 
 @pytest.mark.parametrize(
