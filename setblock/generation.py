@@ -269,7 +269,8 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
-            f"it exceeds the model's context of {model.context_length} tokens: ask for fewer"
+            f"it exceeds the model's context of {model.context_length} tokens"
+            + (": ask for fewer" if len(prompt) < model.context_length else "")
         )
 
 

@@ -103,7 +103,7 @@ def _load(
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
+        raise ModelError(f"can't load {name!r}: {one_line(error)}{_no_folder(name)}") from error
     if base_name is None:
         return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
     try:
@@ -197,7 +197,12 @@ def settings_of(name: str) -> dict[str, Any]:
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
+        raise ModelError(f"can't load {name!r}: {one_line(error)}{_no_folder(name)}") from error
+
+
+def _no_folder(name: str) -> str:
+    """What to say of a name that was looked for on the hub."""
+    return "" if place_of(name).exists() else f"; here is no folder {name!r}"
 
 
 def base_of(source: str) -> str | None:

@@ -92,10 +92,21 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:  # not splitlines: a text may hold other breaks
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+            rows = [
+                _row(line, number)
+                for number, line in enumerate(text.split("\n"), 1)
+                if line.strip()
+            ]
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
     return Rows(path.name, digest, tuple(rows))
+
+
+def _row(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
 
 
 def _hub_rows(name: str, split: str) -> Rows:

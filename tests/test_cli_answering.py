@@ -59,11 +59,16 @@ def test_chat_uses_the_template(run, trained):
     assert tuple(answer["token_ids"]) == api(trained, "abc", True, max_new_tokens=8).token_ids
 
 
-def test_an_empty_prompt_is_the_bos_token(run, trained):
+def test_an_empty_prompt_is_the_bos_token(run, trained, tmp_path):
     assert run("generate", trained, "--prompt", "", "--json", *SHORT).json["prompt_tokens"] == 1
     for nothing in ("", "\n"):
         result = run("generate", trained, stdin=io.StringIO(nothing))
         assert result.error == "no prompt: stdin is empty (--prompt '' is an empty prompt)"
+        (tmp_path / "p.txt").write_text(nothing)
+        result = run("generate", trained, "--prompt-file", tmp_path / "p.txt")
+        assert (
+            result.error == f"no prompt: {tmp_path}/p.txt is empty (--prompt '' is an empty prompt)"
+        )
 
 
 class Terminal(io.StringIO):

@@ -248,9 +248,12 @@ def test_a_prompt_of_tokens_that_do_not_exist(token):
 def test_a_prompt_that_leaves_too_little_room(mode):
     model = TableModel.random(context_length=40)
     run: dict[str, Any] = {"mode": mode, "block_size": 4, "max_new_tokens": 8, "ignore_eos": True}
-    message = r"^prompt 1 has 33 tokens; with max_new_tokens=8 it exceeds the model's context of 40"
-    with pytest.raises(ValueError, match=message):
+    message = "^prompt 1 has 33 tokens; with max_new_tokens=8 it exceeds the model's context of 40 "
+    message += "tokens"
+    with pytest.raises(ValueError, match=f"{message}: ask for fewer$"):
         generate(model, [[3], [3] * 33], **run)
+    with pytest.raises(ValueError, match=r"of 40 tokens$"):  # fewer would not help
+        generate(model, [[3] * 40], **run)
     assert not model.forwards, "refused before any forward"
     (result,) = generate(model, [[3] * 32], **run)
     assert result.num_tokens == 8

@@ -242,6 +242,7 @@ def test_files_of_every_kind(tmp_path) -> None:
     [
         ("gsm8k", "", "no rows"),
         ("gsm8k", "{broken", "neither JSON nor JSONL"),
+        ("gsm8k", '{"a": 1}\n\n{"a":', r"neither JSON nor JSONL \(line 3, column 6: Expecting"),
         ("gsm8k", '{"question": "q"}', "row 1: not of task gsm8k: no field 'answer'"),
         ("gsm8k", '{"question": "q", "answer": "none"}', "row 1: .* holds no number"),
         ("svamp", json.dumps(ROWS["svamp"] | {"Answer": "x"}), "row 1: .* 'x' is no number"),

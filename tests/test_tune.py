@@ -11,6 +11,7 @@ import torch
 
 from setblock import generation, nano, tune
 from setblock.checkpoint import BUNDLED, DRAFTING
+from setblock.cli.tuning import tell
 from setblock.evaluate import Form
 from setblock.generation import settings_for
 from setblock.loading import load
@@ -401,7 +402,7 @@ OPTIONS = (
 )
 
 
-def test_command(run, checkpoint, tmp_path, judge):
+def test_command(run, checkpoint, tmp_path, judge, capsys):
     judge(lambda mode, number: True)
     drafting = {"block_size": 3, "branches": 2, "seeds": 1, "lookup": 4}
     settings = {"trained": True, "mode": "verified", "verified": drafting}
@@ -429,6 +430,12 @@ def test_command(run, checkpoint, tmp_path, judge):
     assert was is None, "until then it was assumed"
     assert f"acceptance of drafted tokens: {line['acceptance']:.2f}\n" in shown
     assert load(folder).acceptance == line["acceptance"]
+    assert f"--no-write: {folder} is as it was" in run("tune", *words, "--resume", "--no-write").out
+    for count, told in ((1, "1 item in the end: too few to tell"), (7, "7 items"), (8, "")):
+        tell(line | {"by": "clock", "confirmed_on": count})
+        shown = capsys.readouterr().out
+        assert ("too few" in shown) == bool(told)
+        assert told in shown
 
 
 def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
@@ -472,6 +479,7 @@ def test_command_on_prompts(run, tmp_path, items, monkeypatch):
     shown = run("tune", folder, *words, "--mode", "verified", "--by", "forwards").out
     assert "same" in shown
     assert "0, exact" in shown
+    assert "too few to tell" not in shown, "forwards have no noise"
     assert compiled == ["kernels"]
     tuned = load(folder)
     assert tuned.defaults == before | {"mode": "verified"}, "for whoever asks for mode sbd"

@@ -379,9 +379,12 @@ def _read_prompt(
             raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
     if file is not None:
         try:
-            return _without_break(file.read_text(encoding="utf-8"))
+            text = _without_break(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompt-file {file} is not UTF-8: {error}") from error
+        if not text:
+            raise ValueError(f"no prompt: {file} is empty (--prompt '' is an empty prompt)")
+        return text
     text = prompt if text is None else text
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():

@@ -284,7 +284,7 @@ def warn_untrained(model: "Model", mode: str) -> None:
     if mode != "ntp" and not model.trained:
         err.print(
             f"warning: {model.name} was never trained for set block decoding; expect "
-            + ("poor text" if mode == "sbd" else "no speed-up")
+            + ("poor text" if mode == "sbd" else "no speed-up but from copies (--lookup)")
             + f" (mode ntp is unaffected; mask token: {model.mask_token_source})",
             style="yellow",
         )

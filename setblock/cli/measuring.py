@@ -358,7 +358,10 @@ def _task_form(
     from setblock.tasks import TASKS, load_items, read_rows
 
     if len(tasks) != 1 or tasks[0] not in TASKS:
-        raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {tasks or None}")
+        raise ValueError(
+            f"--data is for one --task of {', '.join(TASKS)}; got {', '.join(tasks) or 'none'} "
+            "(prompts without right answers: --task prompts)"
+        )
     if held_out:
         raise ValueError("--held-out is for the nano tasks")
     _refuse_split(split, data)

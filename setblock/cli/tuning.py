@@ -30,6 +30,8 @@ from setblock.cli.common import (
     warn_untrained,
 )
 
+FEW_TIMED = 8  # items whose clock leaves open which of two close settings is faster
+
 if TYPE_CHECKING:
     from setblock.evaluate import Form
     from setblock.model import Model
@@ -160,7 +162,10 @@ def tune(
     else:
         if not task or len(task) != 1 or task[0] not in TASKS:
             got = " ".join(task or ["none"])
-            raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got {got}")
+            raise ValueError(
+                f"--data is for one --task of {', '.join(TASKS)}; got {got} (prompts without right "
+                "answers: --task prompts)"
+            )
         if split is not None and Path(data).exists():
             raise ValueError("--split is for hub datasets; a file is one split")
         rows = read_rows(data, split or "validation")
@@ -214,6 +219,8 @@ def tune(
         out.print(f"written into {place}, where it was {tuning.words(line['before'])}")
     elif "acceptance" in written:
         out.print(f"written into {model_name}: the acceptance alone")
+    elif not write:
+        out.print(f"--no-write: {model_name} is as it was")
 
 
 def search(
@@ -316,6 +323,12 @@ def tell(line: dict[str, Any]) -> None:
     clock = line["by"] == "clock"
     unit = "the speed of token by token" if clock else "fewer forwards than token by token"
     out.print(f"chosen: {tuning.words(chosen)}, {chosen['speed']:.2f} times {unit}")
+    if clock and chosen["mode"] != "ntp" and line["confirmed_on"] < FEW_TIMED:
+        count = line["confirmed_on"]
+        out.print(
+            f"timed on {count} item{'s' * (count != 1)} in the end: too few to tell settings apart "
+            "that are nearly as fast"
+        )
 
 
 def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
