@@ -30,13 +30,13 @@ from setblock.cli.common import (
     warn_untrained,
 )
 
-FEW_TIMED = 8  # items whose clock leaves open which of two close settings is faster
-
 if TYPE_CHECKING:
     from setblock.evaluate import Form
     from setblock.model import Model
     from setblock.records import Journal
     from setblock.tune import Target, Tried
+
+FEW_TIMED = 8  # items whose clock leaves open which of two close settings is faster
 
 
 @app.command()
