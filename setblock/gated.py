@@ -3,6 +3,7 @@
 put_on()     the network with a trained adapter
 opened()     tells its layers which tokens of a forward are noisy
 Addition     what an adapter adds to one linear layer, vLLM's included
+share()      layers that read the same tokens have their first products in common
 """
 
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
@@ -32,6 +33,9 @@ from setblock.masks import CLEAN, Layout
 
 FEW = 32  # tokens of a forward
 
+# Layers that read the same tokens, by the names that transformers' classes give them.
+READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
 
 @dataclass
 class Gate:
@@ -39,14 +43,55 @@ class Gate:
 
     None: none of them. With more than one row, all tokens are told of.
     whole: each token told of is noisy, known of a single row alone.
+    kept: a first product whose other readers are still to come: (of what, of which tokens, the
+    product, how many more).
     """
 
     noisy: torch.Tensor | None = None
     whole: bool = False
+    kept: "tuple[Down, Tensor, Tensor, int] | None" = None
+
+
+class Down(torch.nn.Module):
+    """The first, thin products of additions to layers that read the same tokens, all in one.
+
+    weight  [hidden, thin], as products want it
+    readers  how many additions there are
+    """
+
+    def __init__(self, weights: list[Float[Tensor, "thin hidden"]], kind: torch.dtype) -> None:
+        super().__init__()
+        joined = torch.cat([weight.detach().t().to(kind) for weight in weights], dim=1)
+        self.weight = Parameter(joined.contiguous(), requires_grad=False)
+        self.readers = len(weights)
+
+    def forward(self, hidden: Float[Tensor, "... hidden"], gate: Gate) -> Float[Tensor, "n thin"]:
+        """Of the tokens that the gate tells of; 0 for those of them that are clean."""
+        if gate.kept is not None and gate.kept[0] is self and gate.kept[1] is hidden:
+            _, _, thin, left = gate.kept
+            gate.kept = (self, hidden, thin, left - 1) if left > 1 else None
+            return thin
+        assert gate.noisy is not None
+        noisy = gate.noisy.reshape(-1, 1)
+        tokens = hidden.reshape(-1, hidden.shape[-1])[-len(noisy) :]
+        # For a few tokens a loop of the compiler's is quicker than a library's call.
+        if loops(tokens):
+            thin = (tokens[:, :, None].float() * self.weight).sum(dim=1)
+        else:
+            thin = torch.mm(tokens.to(self.weight.dtype), self.weight)
+        # Compiled, telling the two apart would gain nothing and take kernels of their own.
+        if torch.compiler.is_compiling() or not gate.whole:
+            thin = torch.where(noisy, thin, 0.0)
+        gate.kept = (self, hidden, thin, self.readers - 1) if self.readers > 1 else None
+        return thin
 
 
 class Addition(torch.nn.Module):
-    """What an adapter adds to the output of a linear layer: a product of two thin matrices."""
+    """What an adapter adds to the output of a linear layer: a product of two thin matrices.
+
+    down  makes the thin product, of which `thin` are this layer's columns
+    up  [rank, width]
+    """
 
     def __init__(self, layer: Any, adapter: str) -> None:
         super().__init__()
@@ -59,38 +104,40 @@ class Addition(torch.nn.Module):
         if up.bias is not None:
             raise ValueError("a gated adapter has no biases: lora_bias must be false")
         scaled = up.weight.detach() * layer.scaling[adapter]
-        # As products want them, [in, rank] and [rank, out].
-        self.down = Parameter(down.weight.detach().t().to(kind).contiguous(), requires_grad=False)
+        self.down = Down([down.weight], kind)
+        self.thin = slice(0, len(down.weight))
         self.up = Parameter(scaled.t().to(kind).contiguous(), requires_grad=False)
 
     def forward(
-        self,
-        result: Float[Tensor, "... width"],
-        hidden: Float[Tensor, "... hidden"],
-        noisy: Bool[Tensor, "... 1"],
-        whole: bool = False,
+        self, result: Float[Tensor, "... width"], hidden: Float[Tensor, "... hidden"], gate: Gate
     ) -> Float[Tensor, "... width"]:
-        """`result`, to which the additions of noisy tokens were added in place; see `Gate`."""
-        kind, gate = self.down.dtype, noisy.reshape(-1, 1)
-        tokens = hidden.reshape(-1, hidden.shape[-1])[-len(gate) :]
-        flat = result.view(-1, result.shape[-1])[-len(gate) :]
-        # For a few tokens loops of the compiler's are quicker than calls of a library's: for the
-        # first, thin product, and in 16 bits for both.
-        compiling = torch.compiler.is_compiling() and hidden.device.type == "cpu"
-        loops = compiling and len(tokens) <= FEW
-        if loops and kind.itemsize < 4:
-            thin = torch.where(gate, (tokens[:, :, None].float() * self.down).sum(dim=1), 0.0)
+        """`result`, to which the additions of noisy tokens were added in place."""
+        thin = self.down(hidden, gate)[:, self.thin]
+        flat = result.view(-1, result.shape[-1])[-len(thin) :]
+        if loops(flat) and self.up.dtype.itemsize < 4:
             flat += (thin[:, :, None] * self.up).sum(dim=1)
-            return result
-        tokens = tokens.to(kind)
-        thin = (tokens[:, :, None] * self.down).sum(dim=1) if loops else torch.mm(tokens, self.down)
-        if not whole:
-            thin = torch.where(gate, thin, 0.0)
-        if flat.dtype == thin.dtype:
+        elif flat.dtype == self.up.dtype:
             flat.addmm_(thin, self.up)
         else:
             flat += torch.mm(thin, self.up)
         return result
+
+
+def share(additions: list[Addition]) -> None:
+    """From now on the first products of these additions, which read the same tokens, are one."""
+    weights = [addition.down.weight.t() for addition in additions]
+    down, end = Down(weights, weights[0].dtype), 0
+    for addition in additions:
+        rank = addition.down.weight.shape[1]
+        addition.down, addition.thin = down, slice(end, end + rank)
+        end += rank
+
+
+def loops(tokens: Tensor) -> bool:
+    """Whether so few tokens are being compiled for a CPU: loops of the compiler's, which read what
+    they need, are quicker there than a library's calls for thin products.
+    """
+    return torch.compiler.is_compiling() and tokens.device.type == "cpu" and len(tokens) <= FEW
 
 
 def to_compile(network: Any) -> None:
@@ -117,9 +164,7 @@ class GatedLinear(torch.nn.Module):
         result = self.base(hidden)
         if self.gate.noisy is None:
             return result
-        # Compiled, telling the two apart would gain nothing and take kernels of their own.
-        whole = not torch.compiler.is_compiling() and self.gate.whole
-        return self.addition(result, hidden, self.gate.noisy, whole)
+        return self.addition(result, hidden, self.gate)
 
 
 class MaskEmbedding(torch.nn.Module):
@@ -158,7 +203,7 @@ def opened(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
     try:
         yield {}
     finally:
-        gate.noisy, gate.whole = None, False
+        gate.noisy, gate.whole, gate.kept = None, False, None
 
 
 def put_on(
@@ -197,6 +242,12 @@ def put_on(
     for name, module in list(network.named_modules()):
         if isinstance(module, LoraLayer):
             network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
+    for owner in list(network.modules()):
+        for names in READ_THE_SAME:
+            layers = [getattr(owner, name, None) for name in names]
+            gated = [one.addition for one in layers if isinstance(one, GatedLinear)]
+            if len(gated) > 1:
+                share(gated)
     network.setblock_gate = gate  # type: ignore[assignment]
     if (trained_chain := chain_of(network)) is not None:
         network.setblock_chain = trained_chain.to(network.dtype)

@@ -200,13 +200,44 @@ def test_what_a_clean_token_would_add_does_not_matter(dtype):
     noisy = torch.tensor([[[False], [True], [True]]])
     said = torch.randn(1, 3, layer.out_features).to(dtype)
     result = said.clone()
-    assert gated.Addition(layer, "default")(result, hidden, noisy) is result
+    assert gated.Addition(layer, "default")(result, hidden, gated.Gate(noisy)) is result
     assert torch.equal(result[0, 0], said[0, 0])
     assert result[0, 1:].isfinite().all()
     expected = said + layer.lora_B["default"](layer.lora_A["default"](hidden)) * 2
     assert (expected - said)[0, 1:].abs().min() > 0
     close: Any = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(result[0, 1:], expected[0, 1:].to(dtype), **close)
+
+
+def test_layers_that_read_the_same_share_a_product(checkpoint, tmp_path, monkeypatch):
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path)
+    network: Any = load(tmp_path).network
+    attention, mlp = network.model.layers[0].self_attn, network.model.layers[0].mlp
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    shared = layers[0].addition.down
+    assert all(layer.addition.down is shared for layer in layers)
+    assert mlp.gate_proj.addition.down is mlp.up_proj.addition.down
+    alone = [attention.o_proj.addition.down, mlp.down_proj.addition.down]
+    assert [down.readers for down in (shared, mlp.up_proj.addition.down, *alone)] == [3, 2, 1, 1]
+
+    def products(order: list[int], same: bool) -> list[torch.Tensor]:
+        """What these layers say of equal tokens; `same`: of one tensor rather than of copies."""
+        network.setblock_gate.noisy = torch.ones(1, 2, 1, dtype=torch.bool)
+        made = {at: layers[at](hidden if same else hidden.clone()) for at in order}
+        return [made[at] for at in sorted(made)]
+
+    counted: list[tuple] = []
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given: counted.append(given) or multiply(*given))
+    hidden = torch.randn(1, 2, network.config.hidden_size)
+    expected = products([0, 1, 2], same=True)
+    assert (len(counted), network.setblock_gate.kept) == (1, None)
+    orders = [([2, 0, 1], True, 1), ([0, 1, 2], False, 3), ([1, 0, 1, 2], True, 2)]
+    for order, same, count in orders:
+        counted.clear()
+        for one, other in zip(products(order, same), expected, strict=True):
+            assert torch.equal(one, other)
+        assert len(counted) == count
 
 
 def test_biases_of_an_adapter_are_refused():
@@ -329,7 +360,7 @@ def test_products_of_16_bits_are_left_to_the_compiler(checkpoint, tmp_path, monk
     gated_adapter(load(checkpoint("llama-tied")), tmp_path)
     model = load(tmp_path, dtype="bfloat16", device="cpu")
     parts = [part for part in model.network.modules() if isinstance(part, gated.Addition)]
-    assert {part.down.dtype for part in parts} == {part.up.dtype for part in parts}
+    assert {part.down.weight.dtype for part in parts} == {part.up.dtype for part in parts}
     assert {part.up.dtype for part in parts} == {torch.float32}
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     model.compile("kernels")

@@ -95,7 +95,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from test_adapters import adapted
-from setblock.gated import FEW, Addition
+from setblock.gated import FEW, Addition, Gate
 layer = adapted().base_model.model.model.layers[0].self_attn.q_proj
 for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
     layer.base_layer.to(dtype)
@@ -106,9 +106,10 @@ for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         hidden[0, 0] = torch.inf
         noisy = torch.arange(count)[None, :, None] > 0
         said = torch.randn(1, count, layer.out_features, dtype=dtype)
-        expected = add(said.clone(), hidden, noisy)
+        expected = add(said.clone(), hidden, Gate(noisy))
         for told in (noisy, noisy[:, 1:].clone()):  # of all tokens, of the last ones alone
-            for result in (compiled(said.clone(), hidden, told), add(said.clone(), hidden, told)):
+            for run in (compiled, add):
+                result = run(said.clone(), hidden, Gate(told))
                 assert torch.equal(result[0, 0], said[0, 0]), "a clean token"
                 assert not torch.allclose(result[0, 1:], said[0, 1:], atol=0.1)
                 torch.testing.assert_close(result, expected, rtol=close, atol=close)

@@ -90,5 +90,5 @@ class Additions(torch.nn.Module):
             return output
         result, _ = output
         for part, own in zip(self.parts, result.split(self.widths, dim=-1), strict=True):
-            part(own, args[0], self.gate.noisy)
+            part(own, args[0], self.gate)
         return output
