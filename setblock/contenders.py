@@ -127,13 +127,16 @@ def contenders(
     block_sizes: Sequence[int] = (),
     stock: Any = None,
     leniences: Sequence[float] = (),
+    modes: Sequence[str] = ("sbd", "verified"),
+    transformers: bool = True,
 ) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
-    solvers: of mode "sbd"; block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or
-    the arithmetic's. Names tell them where there are several. leniences: of mode "verified",
-    besides 1. transformers looks up prompts for one row at a time only. stock: the network that it
-    gets, see `transformers_generate`.
+    modes: besides the baseline. transformers: whether its own take part. solvers: of mode "sbd";
+    block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or the arithmetic's. Names
+    tell them where there are several. leniences: of mode "verified", besides 1. transformers looks
+    up prompts for one row at a time only. stock: the network that it gets, see
+    `transformers_generate`.
     """
 
     def name(mode: str, size: int | None, solver: str | None = None) -> str:
@@ -143,18 +146,19 @@ def contenders(
 
     sizes = [{"block_size": size} for size in block_sizes] or [{}]
     found: dict[str, Contender] = {BASELINE: ours(mode="ntp")}
-    for size in sizes:
+    for size in sizes if "sbd" in modes else ():
         for solver in solvers or [None]:
             options = {"mode": "sbd", "solver": solver, **size}
             found[name("sbd", size.get("block_size"), solver)] = ours(**options)
-    for size in sizes:
+    for size in sizes if "verified" in modes else ():
         verified = name("verified", size.get("block_size"))
         found[verified] = ours(mode="verified", **size)
         for lenience in leniences:
             lenient = ours(mode="verified", **size, lenience=lenience)
             found[f"{verified} lenience={lenience:g}"] = lenient
-    found["transformers"] = transformers_generate(stock)
-    if batch_size == 1:
+    if transformers:
+        found["transformers"] = transformers_generate(stock)
+    if transformers and batch_size == 1:
         found["transformers-lookup"] = transformers_generate(
             stock, prompt_lookup_num_tokens=LOOKUP_TOKENS, use_cache=True
         )

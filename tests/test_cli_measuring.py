@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -324,6 +325,24 @@ def test_benchmark_every_option(run, trained, tmp_path):
     assert "against one token" in result.out
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--mode", "verified"], ["ntp", "verified", "transformers", "transformers-lookup"]),
+        (["--mode", "verified", "--mode", "ntp", "--no-transformers"], ["ntp", "verified"]),
+        (["--mode", "sbd", "--no-transformers"], ["ntp", "sbd"]),
+        (["--mode", "ntp", "--transformers"], ["ntp", "transformers", "transformers-lookup"]),
+    ],
+)
+def test_who_takes_part_in_a_benchmark(run, trained, words, names):
+    few = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "4", "--cached", "0", "--no-vllm"]
+    record = run("benchmark", trained, *few, *words, "--json").json
+    assert [line["contender"] for line in record["results"]] == names
+    assert record["request"]["transformers"] == ("--no-transformers" not in words)
+    given = [after for word, after in pairwise(words) if word == "--mode"]
+    assert record["request"]["mode"] == given
+
+
 def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     original: Any = benchmark.compare
@@ -546,6 +565,15 @@ def test_vllm_is_missed(run, trained, monkeypatch):
         (["--cached", "250"], "--cached 250 with 32 tokens behind it exceeds the model's context"),
         (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
         (["--solver", "best"], "solver must be one of entropy:GAMMA"),
+        (
+            ["--mode", "verified", "--solver", "fixed:2"],
+            "--solver is for mode sbd, and the modes are verified",
+        ),
+        (
+            ["--mode", "sbd", "--mode", "ntp", "--lenience", "0.5"],
+            "--lenience is for mode verified, and the modes are sbd, ntp",
+        ),
+        (["--mode", "ntp", "--block-size", "4"], "--block-size has no say in mode ntp, got 4"),
     ],
 )
 def test_wrong_words_of_benchmark(run, trained, words, message):

@@ -67,6 +67,12 @@ def benchmark(
         typer.Option("--ignore-eos", help="Let every answer take --max-new-tokens, ends ignored."),
     ] = False,
     repeats: Annotated[int, typer.Option(help="Timed rounds, after one that warms up.")] = 5,
+    transformers: Annotated[
+        bool,
+        typer.Option(
+            "--transformers/--no-transformers", help="Let transformers' own decoding take part."
+        ),
+    ] = True,
     vllm: Annotated[
         bool | None,
         typer.Option(
@@ -79,6 +85,14 @@ def benchmark(
         typer.Option(
             help="Tokens in the cache of the timed forwards; may be given again. Default: 128 and "
             "512."
+        ),
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None,
+        typer.Option(
+            help="May be given again; ntp, which speed-ups are against, is always there. Default: "
+            "all three.",
+            rich_help_panel=DECODING,
         ),
     ] = None,
     solver: Annotated[
@@ -139,14 +153,21 @@ def benchmark(
         raise ValueError("--max-new-tokens must be at least 2: the first is the prompt's forward's")
     if min(cached or [0]) < 0:
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
+    modes = tuple(dict.fromkeys(mode or Mode))
+    for name, values, one in (("solver", solver, Mode.sbd), ("lenience", lenience, Mode.verified)):
+        if values and one not in modes:
+            raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
+    if block_size and set(modes) == {Mode.ntp}:
+        raise ValueError(f"--block-size has no say in mode ntp, got {block_size[0]}")
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
+    request |= {"mode": mode, "transformers": transformers}
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
     request |= {"compile": compile.value, "pack": pack and pack.value, "lenience": lenience}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
-    warn_untrained(model, "sbd")
+    warn_untrained(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
     if ignore_eos:
         model.eos_token_ids = frozenset()
     wide = {  # bad values are refused here
@@ -178,7 +199,7 @@ def benchmark(
     sizes = batch_size or [1]
     longest = max(prompt_length or map(len, ids))
     stock = None  # what transformers itself would decode with
-    if model.packed:
+    if model.packed and transformers:
         plain = load_model(model_name, dtype, device, mask_token_id, pack=Switch.off)
         stock = plain.network
     with ExitStack() as running:
@@ -196,7 +217,13 @@ def benchmark(
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:
                 rivals = contenders.contenders(
-                    batch, solver or (), block_size or (), stock, lenience or ()
+                    batch,
+                    solver or (),
+                    block_size or (),
+                    stock,
+                    lenience or (),
+                    modes,
+                    transformers,
                 )
                 if engine is not None:
                     rivals["vllm"] = engine
