@@ -30,11 +30,9 @@ from setblock.adapters import (
     with_row,
 )
 from setblock.masks import CLEAN, Layout
+from setblock.shared import Once, groups
 
 FEW = 32  # tokens of a forward
-
-# Layers that read the same tokens, by the names that transformers' classes give them.
-READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass
@@ -43,34 +41,25 @@ class Gate:
 
     None: none of them. With more than one row, all tokens are told of.
     whole: each token told of is noisy, known of a single row alone.
-    kept: a first product whose other readers are still to come: (of what, of which tokens, the
-    product, how many more).
     """
 
     noisy: torch.Tensor | None = None
     whole: bool = False
-    kept: "tuple[Down, Tensor, Tensor, int] | None" = None
 
 
 class Down(torch.nn.Module):
     """The first, thin products of additions to layers that read the same tokens, all in one.
 
     weight  [hidden, thin], as products want it
-    readers  how many additions there are
     """
 
     def __init__(self, weights: list[Float[Tensor, "thin hidden"]], kind: torch.dtype) -> None:
         super().__init__()
         joined = torch.cat([weight.detach().t().to(kind) for weight in weights], dim=1)
         self.weight = Parameter(joined.contiguous(), requires_grad=False)
-        self.readers = len(weights)
 
     def forward(self, hidden: Float[Tensor, "... hidden"], gate: Gate) -> Float[Tensor, "n thin"]:
         """Of the tokens that the gate tells of; 0 for those of them that are clean."""
-        if gate.kept is not None and gate.kept[0] is self and gate.kept[1] is hidden:
-            _, _, thin, left = gate.kept
-            gate.kept = (self, hidden, thin, left - 1) if left > 1 else None
-            return thin
         assert gate.noisy is not None
         noisy = gate.noisy.reshape(-1, 1)
         tokens = hidden.reshape(-1, hidden.shape[-1])[-len(noisy) :]
@@ -82,14 +71,13 @@ class Down(torch.nn.Module):
         # Compiled, telling the two apart would gain nothing and take kernels of their own.
         if torch.compiler.is_compiling() or not gate.whole:
             thin = torch.where(noisy, thin, 0.0)
-        gate.kept = (self, hidden, thin, self.readers - 1) if self.readers > 1 else None
         return thin
 
 
 class Addition(torch.nn.Module):
     """What an adapter adds to the output of a linear layer: a product of two thin matrices.
 
-    down  makes the thin product, of which `thin` are this layer's columns
+    product  makes the thin product, by `down`, of which `thin` are this layer's columns
     up  [rank, width]
     """
 
@@ -105,6 +93,7 @@ class Addition(torch.nn.Module):
             raise ValueError("a gated adapter has no biases: lora_bias must be false")
         scaled = up.weight.detach() * layer.scaling[adapter]
         self.down = Down([down.weight], kind)
+        self.product = Once(self.down, 1)
         self.thin = slice(0, len(down.weight))
         self.up = Parameter(scaled.t().to(kind).contiguous(), requires_grad=False)
 
@@ -112,7 +101,7 @@ class Addition(torch.nn.Module):
         self, result: Float[Tensor, "... width"], hidden: Float[Tensor, "... hidden"], gate: Gate
     ) -> Float[Tensor, "... width"]:
         """`result`, to which the additions of noisy tokens were added in place."""
-        thin = self.down(hidden, gate)[:, self.thin]
+        thin = self.product(hidden, gate)[:, self.thin]
         flat = result.view(-1, result.shape[-1])[-len(thin) :]
         if loops(flat) and self.up.dtype.itemsize < 4:
             flat += (thin[:, :, None] * self.up).sum(dim=1)
@@ -127,9 +116,10 @@ def share(additions: list[Addition]) -> None:
     """From now on the first products of these additions, which read the same tokens, are one."""
     weights = [addition.down.weight.t() for addition in additions]
     down, end = Down(weights, weights[0].dtype), 0
+    product = Once(down, len(additions))
     for addition in additions:
         rank = addition.down.weight.shape[1]
-        addition.down, addition.thin = down, slice(end, end + rank)
+        addition.down, addition.product, addition.thin = down, product, slice(end, end + rank)
         end += rank
 
 
@@ -203,7 +193,7 @@ def opened(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
     try:
         yield {}
     finally:
-        gate.noisy, gate.whole, gate.kept = None, False, None
+        gate.noisy, gate.whole = None, False
 
 
 def put_on(
@@ -239,15 +229,14 @@ def put_on(
     from peft.tuners.lora import LoraLayer
 
     gate = Gate()
-    for name, module in list(network.named_modules()):
-        if isinstance(module, LoraLayer):
-            network.set_submodule(name, GatedLinear(module, gate, adapted.active_adapter))
-    for owner in list(network.modules()):
-        for names in READ_THE_SAME:
-            layers = [getattr(owner, name, None) for name in names]
-            gated = [one.addition for one in layers if isinstance(one, GatedLinear)]
-            if len(gated) > 1:
-                share(gated)
+    adapted_layers = [n for n, one in network.named_modules() if isinstance(one, LoraLayer)]
+    for names in groups(adapted_layers):
+        layers = [
+            GatedLinear(network.get_submodule(name), gate, adapted.active_adapter) for name in names
+        ]
+        for name, layer in zip(names, layers, strict=True):
+            network.set_submodule(name, layer)
+        share([layer.addition for layer in layers])
     network.setblock_gate = gate  # type: ignore[assignment]
     if (trained_chain := chain_of(network)) is not None:
         network.setblock_chain = trained_chain.to(network.dtype)

@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from setblock.shared import Once, groups
+
 # torch.compile takes no tensor of these layouts, but a number, under which the product is found.
 _numbers = itertools.count()
 _products: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
@@ -74,11 +76,11 @@ SMALLEST = {MKL: 2**15, OneDNN: 2**17}
 class PackedLinear(torch.nn.Module):
     """A linear layer that only decodes: it has no gradients and can't be saved."""
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.width = layer.out_features
-        weight = layer.weight.detach()
-        self.product = kind_for(weight)(weight, layer.bias)
+        self.width = len(weight)
+        weight = weight.detach()
+        self.product = kind_for(weight)(weight, bias)
         self.number = next(_numbers)
         _products[self.number] = self.product
 
@@ -94,6 +96,20 @@ class PackedLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, *words: Any, **given: Any) -> None:
         raise RuntimeError("packed weights can't be saved: load the model with pack=False")
+
+
+class PackedPart(torch.nn.Module):
+    """One of several linear layers that read the same tokens, packed as one.
+
+    columns: its own of that one's output.
+    """
+
+    def __init__(self, whole: PackedLinear, product: Once, columns: slice) -> None:
+        super().__init__()
+        self.whole, self.product, self.columns = whole, product, columns
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.product(hidden)[..., self.columns]
 
 
 def kind_for(weight: Tensor) -> type[MKL] | type[OneDNN]:
@@ -129,17 +145,38 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def pack(network: torch.nn.Module) -> None:
-    """Lay out the weights of plain linear layers, those of 32 bits only if they are not small.
+    """Lay out the weights of plain linear layers, those of 32 bits only if they are not small;
+    layers that read the same tokens are laid out as one.
 
     Effects: replaces the layers; a weight that another module shares, as an embedding does with the
     head, stays there besides.
     """
-    for name in [name for name, _ in network.named_modules()]:
-        layer = network.get_submodule(name)
-        # Subclasses store or compute something else.
-        if type(layer) is not torch.nn.Linear:
-            continue
-        # torch's own layers of 16 bits call these kernels anyway.
-        least = SMALLEST[kind_for(layer.weight)]
-        if layer.weight.itemsize < 4 or layer.weight.numel() >= least:
-            network.set_submodule(name, PackedLinear(layer))
+    # Subclasses store or compute something else.
+    plain = [name for name, layer in network.named_modules() if type(layer) is torch.nn.Linear]
+    for names in groups(plain):
+        layers: list[Any] = [network.get_submodule(name) for name in names]
+        alike = {(one.in_features, one.weight.dtype, one.bias is None) for one in layers}
+        for parts in [names] if len(alike) == 1 else [[name] for name in names]:
+            _pack(network, parts)
+
+
+def _pack(network: torch.nn.Module, names: list[str]) -> None:
+    layers: list[Any] = [network.get_submodule(name) for name in names]
+    weight = layers[0].weight.detach()
+    if len(layers) > 1:
+        weight = torch.cat([one.weight.detach() for one in layers])
+    # torch's own layers of 16 bits call these kernels anyway.
+    if weight.itemsize >= 4 and weight.numel() < SMALLEST[kind_for(weight)]:
+        return
+    bias = None
+    if layers[0].bias is not None:
+        bias = torch.cat([one.bias.detach() for one in layers])
+    whole = PackedLinear(weight, bias)
+    if len(layers) == 1:
+        network.set_submodule(names[0], whole)
+        return
+    product, end = Once(whole, len(layers)), 0
+    for name, layer in zip(names, layers, strict=True):
+        columns = slice(end, end + layer.out_features)
+        network.set_submodule(name, PackedPart(whole, product, columns))
+        end += layer.out_features

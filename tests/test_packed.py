@@ -14,7 +14,7 @@ from setblock.gated import Addition
 from setblock.loading import load
 from setblock.masks import causal_layout
 from setblock.model import ModelError
-from setblock.packed import PackedLinear
+from setblock.packed import PackedLinear, PackedPart
 
 _WHY = packed.missing(torch.device("cpu"), torch.float32)
 pytestmark = [
@@ -48,7 +48,7 @@ def test_products_are_the_same(shape, bias, dtype, intel):
     torch.manual_seed(0)
     layer = torch.nn.Linear(48, 33, bias=bias, dtype=dtype)
     hidden = torch.randn(*shape, 48, dtype=dtype)
-    found = PackedLinear(layer)
+    found = PackedLinear(layer.weight, layer.bias)
     kind = packed.MKL if intel and dtype == torch.float32 else packed.OneDNN
     assert type(found.product) is kind
     with torch.no_grad():
@@ -70,6 +70,38 @@ def test_mkl_takes_any_number_of_tokens(count):
     )
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_read_the_same_are_one(bias, intel):
+    torch.manual_seed(0)
+    network: Any = torch.nn.Module()
+    widths = {"q_proj": 32, "k_proj": 8, "v_proj": 8, "o_proj": 16}
+    for name, width in widths.items():
+        network.add_module(name, torch.nn.Linear(16, width, bias=bias))
+    hidden = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = {name: network.get_submodule(name)(hidden) for name in widths}
+        packed.pack(network)
+        found = {name: network.get_submodule(name)(hidden) for name in widths}
+    assert {name: type(one) for name, one in network.named_children()} == {
+        **dict.fromkeys(widths, PackedPart),
+        "o_proj": PackedLinear,
+    }
+    assert network.k_proj.whole is network.q_proj.whole
+    torch.testing.assert_close(found, expected)
+    assert found["q_proj"].data_ptr() + 32 * 4 == found["k_proj"].data_ptr(), "of one product"
+
+
+@pytest.mark.parametrize("odd", [{"bias": False}, {"in_features": 8}, {"dtype": torch.bfloat16}])
+def test_layers_that_differ_are_packed_alone(odd):
+    network: Any = torch.nn.Module()
+    network.q_proj = torch.nn.Linear(16, 16)
+    network.v_proj = torch.nn.Linear(**{"in_features": 16, "out_features": 16, **odd})
+    if packed.missing(torch.device("cpu"), network.v_proj.weight.dtype):
+        pytest.skip("no kernels for this type here")
+    packed.pack(network)
+    assert [type(layer) for layer in network.children()] == [PackedLinear, PackedLinear]
+
+
 def test_mkl_is_for_intels_processors(monkeypatch, tmp_path):
     told = tmp_path / "cpuinfo"
     monkeypatch.setattr(packed, "Path", lambda name: told)
@@ -89,9 +121,9 @@ def test_tokens_are_the_same(checkpoint, kind, intel):
     plain, laid_out = (load(checkpoint(kind), device="cpu", pack=pack) for pack in (False, True))
     assert (plain.packed, laid_out.packed) == (False, True)
     kept = [type(layer) for layer in laid_out.network.modules()]
-    assert kept.count(PackedLinear) == [type(layer) for layer in plain.network.modules()].count(
-        torch.nn.Linear
-    )
+    assert torch.nn.Linear not in kept
+    assert kept.count(PackedPart) == 2 * 5, "q, k, v, gate and up of two blocks"
+    assert kept.count(PackedLinear) == 2 * 4 + 1, "two for these, o and down; the head"
     for way in ({"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2}):
         words = {"block_size": 4, "max_new_tokens": 12, "ignore_eos": True, **way}
         expected, found = (generate(one, PROMPTS, **words) for one in (plain, laid_out))
@@ -163,7 +195,7 @@ def test_small_layers_are_left_alone(monkeypatch):
 
 
 def test_weights_are_let_go():
-    layer = PackedLinear(torch.nn.Linear(4, 4))
+    layer = PackedLinear(torch.randn(4, 4), None)
     number = layer.number
     assert number in packed._products
     del layer
@@ -177,9 +209,9 @@ def test_old_weights_are_let_go_one_by_one(monkeypatch):
     held = []
 
     class Watched(PackedLinear):
-        def __init__(self, layer: torch.nn.Linear) -> None:
+        def __init__(self, *given: Any) -> None:
             held.append(sum(weight() is not None for weight in old))
-            super().__init__(layer)
+            super().__init__(*given)
 
     monkeypatch.setattr(packed, "PackedLinear", Watched)
     packed.pack(network)
@@ -198,7 +230,7 @@ def test_a_torch_without_onednn_imports_the_package():
 
 
 def test_what_packed_weights_cannot_do():
-    layer = PackedLinear(torch.nn.Linear(4, 4))
+    layer = PackedLinear(torch.randn(4, 4), None)
     with pytest.raises(RuntimeError, match=r"packed weights have no gradients: .* pack=False"):
         layer(torch.ones(1, 4, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"packed weights can't be saved: .* pack=False"):
