@@ -1,5 +1,6 @@
 """What the terminal shows: answers coloured by the forward that revealed each token, progress."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ COLORS = (
     "bright_cyan",
     "bright_magenta",
 )
+
+EVERY_S = 30  # between lines of progress, where no terminal could show a bar
 
 NAMES = {
     "ntp": "token by token",
@@ -144,8 +147,9 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
 def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[[Any], None]]:
     """A bar of `count` problems; the function it yields takes the running score after each.
 
-    Shows nothing where the console is no terminal.
+    Where the console is no terminal it is a line every EVERY_S seconds.
     """
+    say = lines(console)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -158,5 +162,35 @@ def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[
         def advance(score: Any) -> None:
             shown = f"{label}  {score.accuracy:.1%} right"
             progress.update(bar, completed=len(score.samples), description=shown)
+            say(f"{shown}, {len(score.samples)} of {count}")
 
         yield advance
+
+
+@contextmanager
+def spinner(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with a title, which the function it yields changes.
+
+    Where the console is no terminal it is a line every EVERY_S seconds.
+    """
+    say = lines(console)
+    with console.status(Text(title)) as status:
+
+        def update(text: str) -> None:
+            status.update(Text(text))
+            say(text)
+
+        yield update
+
+
+def lines(console: Console) -> Callable[[str], None]:
+    """A function that prints what it is told, once in EVERY_S seconds, and never on a terminal."""
+    last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if not console.is_interactive and time.monotonic() - last >= EVERY_S:
+            console.print(text)
+            last = time.monotonic()
+
+    return say

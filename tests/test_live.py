@@ -237,8 +237,24 @@ def test_progress_on_a_terminal():
     assert "2/4" in shown
 
 
-def test_progress_elsewhere_is_silent():
+def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
+    clock = iter([0, 29, 31, 31, 60, 62, 62])  # asked at first, at each call, and after a line
+    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
     console = plain()
-    with live.progress_bar(console, "model", 1) as advance:
-        advance(score(True))
-    assert written(console) == ""
+    with live.progress_bar(console, "model", 4) as advance:
+        for count in range(1, 5):
+            advance(score(*[True] * count))
+    assert written(console) == "model  100.0% right, 2 of 4\nmodel  100.0% right, 4 of 4\n"
+    assert next(clock, None) is None
+
+
+def test_a_spinner_elsewhere_is_a_line_now_and_then(monkeypatch):
+    console = plain()
+    with live.spinner(console, "rounds") as update:
+        update("round 1")
+        monkeypatch.setattr(live, "EVERY_S", 0)
+        update("round [2]")
+    assert written(console) == "round [2]\n"
+    console = terminal()
+    live.lines(console)("round 1")
+    assert written(console) == "", "there the spinner tells"

@@ -136,6 +136,7 @@ def benchmark(
         from setblock import benchmark as measure
         from setblock import contenders, machines
         from setblock.generation import encode, settings_for
+        from setblock.live import spinner
         from setblock.plan import beside_measured
         from setblock.records import Journal
         from setblock.roofline import DISPATCH_S
@@ -228,13 +229,13 @@ def benchmark(
                 if engine is not None:
                     rivals["vllm"] = engine
                 title = f"{len(prompts)} prompts, batches of {batch}"
-                with err.status(Text(title)) as status:
+                with spinner(err, title) as update:
 
                     def begun(
-                        repeat: int, name: str, told: Any = status, title: str = title
+                        repeat: int, name: str, update: Any = update, title: str = title
                     ) -> None:
                         turn = f"round {repeat} of {repeats}" if repeat else "warming up"
-                        told.update(Text(f"{title}: {turn}, {name}"))
+                        update(f"{title}: {turn}, {name}")
 
                     for line in measure.compare(
                         model, prompts, batch, max_new_tokens, repeats, rivals, begun

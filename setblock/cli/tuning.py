@@ -238,6 +238,7 @@ def search(
     Effects: rounds and answers are in the journal as they come.
     """
     from setblock import tune as tuning
+    from setblock.live import spinner
     from setblock.scores import Sample
 
     record = journal.record
@@ -259,9 +260,9 @@ def search(
         nonlocal count
         count += 1
         journal.add(run, asdict(sample))
-        status.update(f"{count} answers timed")
+        update(f"{count} answers timed")
 
-    with err.status("trying settings") as status:
+    with spinner(err, "trying settings") as update:
         line = tuning.tune(
             model,
             items,
