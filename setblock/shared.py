@@ -23,7 +23,10 @@ def groups(names: Iterable[str]) -> list[list[str]]:
 
 
 class Once:
-    """A function of a tensor, computed once for so many calls in a row with one tensor."""
+    """A function of a tensor, computed once for so many calls in a row with one tensor.
+
+    All of them get the same result; who writes into it, writes into a part that nobody else reads.
+    """
 
     def __init__(self, function: Callable[..., Tensor], calls: int) -> None:
         self.function, self.calls = function, calls
