@@ -10,7 +10,8 @@ The model classes are transformers' own: masks and positions are handed in, no c
 import inspect
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -302,6 +303,8 @@ class Model:
         caches keep their memory for the next one; "on", kernels, and on CUDA graphs of them.
         Raises: ValueError for another word; ModelError on a CPU without a C++ compiler, and for a
         network that can't be recorded as a graph, as none can on a CPU.
+        Kernels are of the network as it is then: hooks put on later, or layers replaced, are not
+        seen.
         """
         if how not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
@@ -314,9 +317,15 @@ class Model:
             # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
             config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+            # Else it traces a network twice, the second time with what floats it has held fixed.
+            config.specialize_float = True
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
-            run = torch.compile(run, dynamic=True)
+            # Kernels belong to a code, and what is checked of a network does not tell two apart.
+            shared = Model._run
+            code, closure = shared.__code__.replace(), shared.__closure__
+            run = MethodType(FunctionType(code, shared.__globals__, closure=closure), self)
+            run = torch.compile(run, dynamic=True, options={"guard_filter_fn": _looked_at_again})
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)
         self._compiled = run
@@ -361,6 +370,21 @@ class Model:
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+
+def _looked_at_again(guards: Sequence[Any]) -> list[bool]:
+    """Which of torch.compile's conditions a forward in its kernels checks.
+
+    Thousands say of a model's own network that its layers are what they were, without hooks: to
+    check them takes a tenth of a forward of one token. Numbers and tensors that layers hold beside
+    their weights may change, as a gate does.
+    """
+    values = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
+    return [
+        not one.name.startswith("self.network.")
+        or (one.guard_type in values and not isinstance(one.value, torch.nn.Parameter))
+        for one in guards
+    ]
 
 
 def check_architecture(config: PretrainedConfig) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import gated_adapter
+from conftest import copied, gated_adapter
 
 from setblock.loading import load
 from setblock.model import ModelError
@@ -56,6 +56,42 @@ torch.testing.assert_close(found.transpose(1, 2)[real], expected.transpose(1, 2)
 assert not found.isnan().any()
 print("same")
 """
+
+
+TWO = """
+import json, sys
+import setblock
+from setblock import model as module
+asked, kept = [], []
+def counted(guards, filter=module._looked_at_again):
+    asked.append(len(guards))
+    kept.append(filter(guards))
+    return kept[-1]
+module._looked_at_again = counted
+def said(model):
+    ways = {"mode": "verified", "block_size": 4, "branches": 1, "ignore_eos": True}
+    return setblock.generate(model, [[5, 9, 30]], max_new_tokens=12, **ways)[0].token_ids
+models = [setblock.load(folder, dtype="float32", device="cpu") for folder in json.load(sys.stdin)]
+print(json.dumps([said(model) for model in models]))
+for model in models:
+    model.compile()
+print(json.dumps([said(model) for model in models]))
+print(json.dumps([len(asked), sum(asked), sum(map(sum, kept))]))
+"""
+
+
+def test_two_models_that_differ_in_a_function(checkpoint, tmp_path):
+    """The same layers, sizes and weights: neither's kernels are taken for the other's."""
+    other = copied(checkpoint("llama"), tmp_path / "other", "config.json", hidden_act="relu")
+    told = json.dumps([str(checkpoint("llama")), str(other)])
+    done = subprocess.run([sys.executable, "-c", TWO], input=told, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain, compiled, counts = map(json.loads, done.stdout.splitlines())
+    assert plain == compiled
+    assert plain[0] != plain[1]
+    kinds, asked, kept = counts
+    assert kinds >= 2
+    assert 0 < kept < asked / 2
 
 
 def test_flex_attention_visits_the_tiles_that_it_needs():
