@@ -11,7 +11,6 @@ Source: the sampler head of arXiv:2507.11851.
 
 from collections.abc import Callable
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -69,18 +68,20 @@ def joined(
     logits: Float[Tensor, "batch slots vocab"],
     context: Float[Tensor, "batch slots width"],
     before: Int[Tensor, " batch"],
-    pick: Callable[[Float[Tensor, "batch 1 vocab"], int], Int[Tensor, "batch 1"]],
-) -> Float[Tensor, "batch slots vocab"]:
-    """The slots' logits, each given the token in the slot before; -inf for all but its candidates.
+    pick: Callable[[Tensor, Tensor, int], Int[Tensor, "batch 1"]],
+) -> tuple[Float[Tensor, "batch slots candidates"], Int[Tensor, "batch slots candidates"]]:
+    """(logits, ids) of the slots' candidates, ids ascending, given the token in the slot before.
 
-    before: the token before the first slot. pick: the token for a slot of these logits.
+    before: the token before the first slot. pick: the token for such logits and ids, [batch, 1,
+    candidates] each, of the slot of this number.
     """
     values, ids = candidates_of(logits)
-    words = embedding(ids)
-    context, rescored = context.to(words.dtype), torch.full_like(logits, -torch.inf)
+    ids, order = ids.sort(dim=-1)
+    # A mask token's own logit stays at -inf, were it ever a candidate.
+    scores, words = values.gather(-1, order), embedding(ids)
+    context = context.to(words.dtype)
     for slot in range(logits.shape[1]):
-        scores = values[:, slot] + chain(context[:, slot], embedding(before), words[:, slot])
-        # A mask token's own logit stays at -inf, were it ever a candidate.
-        rescored[:, slot].scatter_(-1, ids[:, slot], scores)
-        before = pick(rescored[:, slot : slot + 1], slot)[:, 0]
-    return rescored
+        scores[:, slot] += chain(context[:, slot], embedding(before), words[:, slot])
+        here = slice(slot, slot + 1)
+        before = pick(scores[:, here], ids[:, here], slot)[:, 0]
+    return scores, ids

@@ -42,15 +42,18 @@ class Sampler:
         rows: Int[Tensor, " batch"],
         position: Int[Tensor, "batch block"],
         seeds: Int[Tensor, " batch"] | None = None,
+        ids: Int[Tensor, "batch block vocab"] | None = None,
     ) -> Int[Tensor, "batch block"]:
         """The token of each slot; ties go to the smaller id.
 
         rows: index of each row in the user's input, not its slot in the batch.
         position: absolute positions in the text, the prompt counted.
         seeds: one for each row, instead of `seed`.
+        ids: ascending, of the tokens that the logits are of; None for the whole vocabulary.
         """
         # Not argmax, which takes three times as long on a CPU, in bfloat16 five times.
-        return self.perturbed(logits, rows, position, seeds).max(dim=-1).indices
+        best = self.perturbed(logits, rows, position, seeds, ids).max(dim=-1).indices
+        return best if ids is None else ids.gather(-1, best[..., None])[..., 0]
 
     def perturbed(
         self,
@@ -58,6 +61,7 @@ class Sampler:
         rows: Int[Tensor, " batch"],
         position: Int[Tensor, "batch block"],
         seeds: Int[Tensor, " batch"] | None = None,
+        ids: Int[Tensor, "batch block vocab"] | None = None,
         truncate: bool = True,
     ) -> Float[Tensor, "batch block vocab"]:
         """What `pick` takes the argmax of: the logits, with the noise of their places if any.
@@ -72,22 +76,24 @@ class Sampler:
         if truncate:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
         seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
-        return kept + gumbel(seeds, rows, position, logits.shape[-1])
+        if ids is None:
+            ids = torch.arange(logits.shape[-1], device=logits.device)
+        return kept + gumbel(seeds, rows, position, ids)
 
 
 def gumbel(
     seeds: Int[Tensor, " batch"],
     rows: Int[Tensor, " batch"],
     position: Int[Tensor, "batch block"],
-    vocab: int,
+    ids: Int[Tensor, "*places vocab"],
 ) -> Float[Tensor, "batch block vocab"]:
     """Standard Gumbel noise in float32, fixed by seed, row, position and token.
 
+    ids: the tokens, the same in all places or those of each.
     The bits are the same on every machine; the logarithms round as each machine has them.
     """
     key = _mixed(_mixed(_mixed(seeds) + rows)[:, None] + position)
-    token = torch.arange(1, vocab + 1, device=key.device)
-    bits = _mixed(key[..., None] + token * GOLDEN)
+    bits = _mixed(key[..., None] + (ids + 1) * GOLDEN)
     # 53 bits in (0, 1), precise near 0, where the large values of the noise come from.
     uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).float().add_(0.5).mul_(2.0**-53)
     exponential = uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

@@ -315,37 +315,40 @@ class BranchDrafts(VerifiedRows):
         first = before.gather(1, branch[:, None]).clamp(0, size - 1)
         slots = branch[:, None] * size + (first + offset).clamp(max=size - 1)
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-        sampler, places = self.settings.sampler, self._places(size)
+        sampler, places, ids = self.settings.sampler, self._places(size), None
         if self.model.chain is not None:
             context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
-            logits = self._joined(logits, context)
-        drafted = sampler.pick(logits, self.rows, places)
+            logits, ids = self._joined(logits, context)
+        drafted = sampler.pick(logits, self.rows, places, ids=ids)
+        at = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
         self.draft[:, :size] = drafted
-        self.confidence[:, :size] = logits.softmax(dim=-1).gather(-1, drafted[..., None])[..., 0]
+        self.confidence[:, :size] = logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
         if self.settings.seeds:
             # Whatever verification may say here: nothing is left out for being unlikely.
-            others = sampler.perturbed(logits, self.rows, places, truncate=False)
-            others = others.scatter(-1, drafted[..., None], -torch.inf)
+            others = sampler.perturbed(logits, self.rows, places, ids=ids, truncate=False)
+            others = others.scatter(-1, at[..., None], -torch.inf)
             ranked = others.topk(min(self.settings.seeds, others.shape[-1]), dim=-1)
-            runners = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)
+            runners = ranked.indices if ids is None else ids.gather(-1, ranked.indices)
+            runners = runners.masked_fill(ranked.values == -torch.inf, self.model.mask_token_id)
             self.runners[:, :size] = self.model.mask_token_id
-            self.runners[:, :size, : runners.shape[-1]] = torch.where(
-                runners < 0, self.model.mask_token_id, runners
-            )
+            self.runners[:, :size, : runners.shape[-1]] = runners
         self.length = torch.minimum(self._useful(self.draft), best.clamp(max=size))
 
     def _joined(
         self,
         logits: Float[Tensor, "batch slots vocab"],
         context: Float[Tensor, "batch slots width"],
-    ) -> Float[Tensor, "batch slots vocab"]:
-        """The slots' logits by the model's chain, each given the token drafted before it."""
+    ) -> tuple[Float[Tensor, "batch slots candidates"], Int[Tensor, "batch slots candidates"]]:
+        """(logits, ids) of the slots' candidates by the model's chain, each slot's given the token
+        drafted before it.
+        """
         chain, places = self.model.chain, self._places(logits.shape[1])
         assert chain is not None
         before = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
 
-        def pick(scores: Tensor, slot: int) -> Tensor:
-            return self.settings.sampler.pick(scores, self.rows, places[:, slot : slot + 1])
+        def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
+            here = places[:, slot : slot + 1]
+            return self.settings.sampler.pick(scores, self.rows, here, ids=ids)
 
         embedding = self.model.network.get_input_embeddings()
         return joined(chain, embedding, logits, context, before, pick)

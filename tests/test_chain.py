@@ -51,8 +51,8 @@ def chained(width=8):
     return made
 
 
-def likeliest(scores, slot):
-    return scores.argmax(dim=-1)
+def likeliest(scores, ids, slot):
+    return ids.gather(-1, scores.argmax(dim=-1, keepdim=True))[..., 0]
 
 
 def test_a_new_chain_changes_no_order():
@@ -60,11 +60,10 @@ def test_a_new_chain_changes_no_order():
     fresh, embedding = Chain(6, 4), torch.nn.Embedding(200, 6)
     logits = torch.randn(3, 2, 200)
     context = fresh.context(torch.randn(3, 2, 6))
-    found = joined(fresh, embedding, logits, context, torch.tensor([0, 7, 199]), likeliest)
-    assert (found.isfinite().sum(dim=-1) == chain.CANDIDATES).all()
-    best = logits.topk(chain.CANDIDATES)
-    assert torch.equal(found.topk(chain.CANDIDATES).indices, best.indices)
-    assert torch.equal(found.topk(chain.CANDIDATES).values, best.values)
+    scores, ids = joined(fresh, embedding, logits, context, torch.tensor([0, 7, 199]), likeliest)
+    best = logits.topk(chain.CANDIDATES).indices.sort(dim=-1).values
+    assert torch.equal(ids, best)
+    assert torch.equal(scores, logits.gather(-1, best))
 
 
 def test_scores_depend_on_the_token_before_and_on_the_slot():
@@ -75,8 +74,9 @@ def test_scores_depend_on_the_token_before_and_on_the_slot():
     for hidden, before, picked in ((1.0, 3, 5), (1.0, 4, 5), (-1.0, 3, 5), (1.0, 3, 6)):
         context = made.context(torch.linspace(-1, hidden, 6).expand(1, 2, 6))
         words = {0: torch.tensor([[picked]]), 1: torch.tensor([[0]])}
-        pick = lambda scores, slot, words=words: words[slot]  # noqa: E731
-        found = joined(made, embedding, logits, context, torch.tensor([before]), pick)[0]
+        pick = lambda scores, ids, slot, words=words: words[slot]  # noqa: E731
+        [found], [ids] = joined(made, embedding, logits, context, torch.tensor([before]), pick)
+        assert torch.equal(ids, torch.arange(9).expand(2, 9)), "no more than 9 tokens, all known"
         assert (found[:, 2] == -torch.inf).all()
         seen.append(found[:, torch.arange(9) != 2])
     assert not torch.allclose(seen[0][0], seen[1][0])
@@ -274,7 +274,8 @@ def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatc
     def knowing(self, logits, context):
         first = int(self.start[0]) - len(PROMPTS[0])
         known = torch.tensor([*exact.token_ids[first:], *[5] * 4][: logits.shape[1]])
-        return torch.nn.functional.one_hot(known, logits.shape[-1]).float()[None]
+        whole = torch.nn.functional.one_hot(known, logits.shape[-1]).float()[None]
+        return whole, torch.arange(logits.shape[-1]).repeat(1, len(known), 1)
 
     monkeypatch.setattr(BranchDrafts, "_joined", knowing)
     [after] = generate(model, [PROMPTS[0]], **options)

@@ -72,7 +72,8 @@ def test_what_a_sampler_takes():
 
 def noise(seed: int, row: int, position: int, vocab: int) -> np.ndarray:
     """The noise of one place, [vocab]."""
-    drawn = gumbel(torch.tensor([seed]), torch.tensor([row]), torch.tensor([[position]]), vocab)
+    place = torch.tensor([seed]), torch.tensor([row]), torch.tensor([[position]])
+    drawn = gumbel(*place, torch.arange(vocab))
     assert drawn.dtype == torch.float32
     return drawn[0, 0].numpy()
 
@@ -98,9 +99,30 @@ def test_noise_is_fixed_by_seed_row_and_position():
     # Results stored with a seed must come out the same with any version of torch.
     known = [-0.4100373685359955, -0.31519830226898193, 0.2818719446659088, -0.5350257158279419]
     assert np.allclose(noise(7, 2, 31, 4), known, rtol=1e-6, atol=0)
-    many = gumbel(torch.tensor([7, 8]), torch.tensor([2, 3]), torch.tensor([[31, 5], [0, 1]]), 9)
+    places = torch.tensor([7, 8]), torch.tensor([2, 3]), torch.tensor([[31, 5], [0, 1]])
+    many = gumbel(*places, torch.arange(9))
     assert np.array_equal(many[0, 0].numpy(), noise(7, 2, 31, 9))
     assert np.array_equal(many[1, 1].numpy(), noise(8, 3, 1, 9))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.6}]
+)
+def test_of_some_tokens_as_of_all(options):
+    """Logits of a few tokens, told which: what all tokens give if the others can't be."""
+    logits, rows = random_logits(2, 40, 30), torch.tensor([4, 1])
+    position = torch.arange(80).view(2, 40)
+    ids = logits.topk(6).indices.sort(dim=-1).values
+    few = logits.gather(-1, ids)
+    few[:, ::3] = few[:, ::3].round()  # ties, which go to the smaller id
+    whole = torch.full_like(logits, -torch.inf).scatter(-1, ids, few)
+    for seed in (0, 5):
+        sampler = Sampler(seed=seed, **options)
+        picked = sampler.pick(few, rows, position, ids=ids)
+        assert torch.equal(picked, sampler.pick(whole, rows, position))
+        scores = sampler.perturbed(few, rows, position, ids=ids, truncate=False)
+        expected = sampler.perturbed(whole, rows, position, truncate=False).gather(-1, ids)
+        torch.testing.assert_close(scores, expected)
 
 
 def test_noise_of_other_places_is_other_noise():
