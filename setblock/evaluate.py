@@ -18,7 +18,7 @@ from setblock.generation import Generation, Options, batches, encode, settings_f
 from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
-from setblock.scores import Z_95, Sample, Score, repetition
+from setblock.scores import Sample, Score, ratio_interval, repetition
 from setblock.tasks import SUFFIXES, TASKS, Item, Rows, Task, read_rows
 
 PERPLEXITY = "perplexity"
@@ -230,19 +230,15 @@ def judge(model: Model, data: Rows, window: int | None) -> dict[str, Any]:
     found = [likelihood.perplexity(model, one, window) for one in ids]
     tokens = sum(one.tokens for one in found)
     mean = sum(one.nats for one in found) / tokens
-    interval = None
-    if (n := len(found)) > 1:  # of a ratio of sums over the texts
-        spread = sum((one.nats - mean * one.tokens) ** 2 for one in found) * n / (n - 1)
-        half = Z_95 * math.sqrt(spread) / tokens
-        interval = (math.exp(mean - half), math.exp(mean + half))
+    bounds = ratio_interval([(one.nats, one.tokens) for one in found])
     return {
         "task": PERPLEXITY,
         "model": model.name,
         "mode": "ntp",
         "solver": None,
-        "n": n,
+        "n": len(found),
         "score": math.exp(mean),
-        "interval": interval,
+        "interval": bounds and tuple(map(math.exp, bounds)),
         "tokens": tokens,
         "nfe": (forwards := sum(one.forwards for one in found)),
         "tokens_per_forward": tokens / forwards,

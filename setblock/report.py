@@ -59,8 +59,8 @@ def tables(found: Measured) -> list[Shown]:
     """Those that the records have lines for."""
     shown = []
     if found.scores:
-        header = ("task, decoding", "n", "score", "95 %", "tokens per forward", "ended")
-        header += ("repetition", "log-prob of a token", "seconds")
+        header = ("task, decoding", "n", "score", "95 %", "tokens per forward", "95 %")
+        header += ("ended", "repetition", "log-prob of a token", "seconds")
         shown.append(Shown("Scores", header, tuple(_score_row(line) for line in found.scores)))
     if found.comparisons:
         header = ("task, second against first", "only first right", "only second", "p (McNemar)")
@@ -129,13 +129,14 @@ def tables(found: Measured) -> list[Shown]:
 
 def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
     form = ".3f" if line["task"] == PERPLEXITY else ".1%"
-    low_high = line["interval"] or ()
+    low_high, rates = line["interval"] or (), line.get("tokens_per_forward_interval") or ()
     return (
         f"{line['task']}, {name_of(line)}",
         str(line["n"]),
         _cell(line["score"], form),
         " to ".join(f"{end:{form}}" for end in low_high),
         f"{line['tokens_per_forward']:.2f}",
+        " to ".join(f"{end:.2f}" for end in rates),
         _cell(line.get("eos_share"), ".1%"),
         _cell(line.get("repetition"), ".1%"),
         _cell(line.get("logprob_nats"), ".3f"),

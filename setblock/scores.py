@@ -60,7 +60,7 @@ class Score:
         return sum(one.wall_s for one in self.samples)
 
     def result(self) -> dict[str, Any]:
-        """Counts, score with its 95 % interval, tokens per forward and seconds.
+        """Counts, score and tokens per forward with 95 % intervals, and seconds.
 
         entropy_nats, logprob_nats: means over all tokens; repetition: mean over the answers.
         correct, score and interval are None for prompts without a right answer.
@@ -81,6 +81,9 @@ class Score:
             "nfe": nfe,
             "prefill_forwards": sum(one.prefill_forwards for one in samples),
             "tokens_per_forward": tokens / nfe,
+            "tokens_per_forward_interval": ratio_interval(
+                [(len(one.token_ids), one.nfe) for one in samples]
+            ),
             "tokens_per_forward_eos": sum(len(one.token_ids) for one in ended)
             / max(sum(one.nfe for one in ended), 1),
             "eos_share": len(ended) / n,
@@ -97,6 +100,20 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def ratio_interval(parts: Sequence[tuple[float | int, int]]) -> tuple[float, float] | None:
+    """The 95 % interval of the ratio of two sums over answers or texts, from how much these differ.
+
+    By linearization, for many parts; None for a single one.
+    """
+    n = len(parts)
+    if n < 2:
+        return None
+    above, below = (sum(column) for column in zip(*parts, strict=True))
+    spread = sum((one - above / below * other) ** 2 for one, other in parts) * n / (n - 1)
+    half = Z_95 * math.sqrt(spread) / below
+    return above / below - half, above / below + half
 
 
 def repetition(ids: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ from setblock import evaluate, likelihood, nano
 from setblock.generation import generate, settings_for
 from setblock.loading import load
 from setblock.model import Model
-from setblock.scores import Score, repetition, wilson_interval
+from setblock.scores import Score, ratio_interval, repetition, wilson_interval
 from setblock.tasks import TASKS, Item, Task, load_items, read_rows
 
 SBD: dict[str, Any] = {
@@ -100,6 +100,9 @@ def test_the_sums_are_those_of_the_generations(model, problems, right, options):
         "nfe": nfe,
         "prefill_forwards": 9,
         "tokens_per_forward": tokens / nfe,
+        "tokens_per_forward_interval": ratio_interval(
+            [(one.num_tokens, one.nfe) for one in expected]
+        ),
         "tokens_per_forward_eos": 0.0,
         "eos_share": 0.0,
         "repetition": pytest.approx(sum(repetition(one.token_ids) for one in expected) / 9),

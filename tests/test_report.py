@@ -72,7 +72,9 @@ def test_everything_is_shown(run, folder, records, tmp_path):
     scores = json.loads(records["scores"].read_text())
     for line in scores["results"]:
         assert f"| {line['score']:.1%} |" in text
-        assert f"| {line['tokens_per_forward']:.2f} |" in text
+        bounds = line["tokens_per_forward_interval"]
+        shown = " to ".join(f"{end:.2f}" for end in bounds)
+        assert f"| {line['tokens_per_forward']:.2f} | {shown} |" in text
     assert scores["commit"] is None or scores["commit"] in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) > 15

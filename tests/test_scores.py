@@ -6,6 +6,7 @@ from dataclasses import asdict
 from itertools import product
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 
 from setblock.scores import (
@@ -14,6 +15,7 @@ from setblock.scores import (
     compare,
     drop_bounds,
     mcnemar,
+    ratio_interval,
     repetition,
     wilson_interval,
 )
@@ -34,6 +36,25 @@ from setblock.scores import (
 )
 def test_wilson_interval(correct, n, low, high):
     assert wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
+
+
+def test_ratio_interval_covers_the_ratio():
+    """Of many sets of answers drawn at random some 95 in 100 have the true ratio inside."""
+    draw = np.random.default_rng(0)
+    inside = 0
+    for _ in range(1000):
+        forwards = draw.integers(5, 60, 80)
+        tokens = draw.poisson(2.5 * forwards) + draw.integers(-4, 5, 80)
+        low, high = ratio_interval(list(zip(tokens.tolist(), forwards.tolist(), strict=True)))
+        inside += low <= 2.5 <= high
+    assert 920 < inside < 980
+
+
+def test_ratio_interval_of_few():
+    assert ratio_interval([(5, 2)]) is None
+    assert ratio_interval([(4, 2), (6, 3), (2, 1)]) == (2, 2)
+    # Of equally many forwards it is that of a mean: 1.959964 * sqrt(2 / 2) around 3.
+    assert ratio_interval([(2, 1), (4, 1)]) == pytest.approx((3 - 1.959964, 3 + 1.959964))
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 50])
