@@ -382,5 +382,6 @@ def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrain
 
 
 def one_line(error: BaseException) -> str:
+    """What it says, without the stop at its end: more may follow."""
     text = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return " ".join(text.split())[:300]
+    return " ".join(text.split())[:300].rstrip(".")

@@ -184,6 +184,7 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch):
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; here is no folder 'nobody/nothing'")
+    assert ".;" not in str(caught.value)
     assert len(asked) == 1
 
 
