@@ -133,7 +133,10 @@ def _bare_seconds(model: Model, forwards: Sequence[tuple[int, int, int, int]]) -
     """
     if not forwards:
         return 0.0
-    cache = model.new_cache(1, max(cached + count for cached, count, *_ in forwards))
+    # As in decoding: with room behind the last one, and allocated before the first. Otherwise
+    # torch.compile would make kernels for these two cases.
+    cache = model.new_cache(1, max(cached + count for cached, count, *_ in forwards) + 1)
+    _forward_seconds(model, cache, 1, 0, 1)
     seconds = []
     for cached, *shape in (forwards[0], *forwards):
         cache.forget(cache.lengths - cached)  # or take in what was never written

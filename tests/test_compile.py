@@ -80,6 +80,32 @@ print(json.dumps([len(asked), sum(asked), sum(map(sum, kept))]))
 """
 
 
+BARE = """
+import json, sys
+import setblock
+from setblock.benchmark import compare
+from setblock.contenders import contenders
+from torch._dynamo.utils import counters
+model = setblock.load(json.load(sys.stdin), dtype="float32", device="cpu", compile=True)
+running = contenders(1, block_sizes=[4], modes=["verified"], transformers=False)
+for run in running.values():
+    run(model, [[5, 9, 30]], 12)
+kinds = [counters["stats"]["unique_graphs"]]
+lines = list(compare(model, [[5, 9, 30]], 1, 12, 1, running))
+kinds.append(counters["stats"]["unique_graphs"])
+print(json.dumps([kinds, [line["ceiling"] for line in lines]]))
+"""
+
+
+def test_bare_forwards_run_in_the_kernels_of_decoding(checkpoint):
+    told = json.dumps(str(checkpoint("llama")))
+    done = subprocess.run([sys.executable, "-c", BARE], input=told, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [before, after], ceilings = json.loads(done.stdout)
+    assert before == after > 1
+    assert all(ceilings)
+
+
 def test_two_models_that_differ_in_a_function(checkpoint, tmp_path):
     """The same layers, sizes and weights: neither's kernels are taken for the other's."""
     other = copied(checkpoint("llama"), tmp_path / "other", "config.json", hidden_act="relu")
