@@ -160,7 +160,8 @@ def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[
         bar = progress.add_task(label, total=count)
 
         def advance(score: Any) -> None:
-            shown = f"{label}  {score.accuracy:.1%} right"
+            judged = score.accuracy is not None
+            shown = f"{label}  {score.accuracy:.1%} right" if judged else label
             progress.update(bar, completed=len(score.samples), description=shown)
             say(f"{shown}, {len(score.samples)} of {count}")
 

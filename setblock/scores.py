@@ -50,8 +50,10 @@ class Score:
     samples: list[Sample] = field(default_factory=list)
 
     @property
-    def accuracy(self) -> float:
-        """Share of right answers so far, 0 before the first."""
+    def accuracy(self) -> float | None:
+        """Share of right answers so far, 0 before the first; None of prompts with none."""
+        if any(one.correct is None for one in self.samples):
+            return None
         return sum(one.correct or False for one in self.samples) / max(len(self.samples), 1)
 
     @property

@@ -218,7 +218,7 @@ def test_the_table_leaves_unchecked_answers_open():
 # progress
 
 
-def score(*correct: bool) -> Score:
+def score(*correct: bool | None) -> Score:
     return Score(
         [
             Sample(index, "k", right, "a", (1,), "eos", 1, 1, 0.0, 0.0, 0.0, 0.0)
@@ -235,6 +235,16 @@ def test_progress_on_a_terminal():
     shown = console.export_text()
     assert "[model] ntp lists  50.0% right" in shown
     assert "2/4" in shown
+
+
+def test_progress_of_what_has_no_right_answer():
+    console = terminal()
+    with live.progress_bar(console, "ntp prompts", 4) as advance:
+        advance(score(None, None, None))
+    shown = console.export_text()
+    assert "ntp prompts" in shown
+    assert "3/4" in shown
+    assert "right" not in shown
 
 
 def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
