@@ -175,7 +175,8 @@ def _in_turns(
     model: Model, cached: int, shapes: Sequence[tuple[int, int]], batch_size: int, repeats: int
 ) -> list[dict[tuple[int, int], float]]:
     """For each round the seconds of each forward: of so many tokens, with logits of so many."""
-    cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes))
+    # With room behind, as in decoding.
+    cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes) + 1)
     for first in range(0, cached, CHUNK):
         position = torch.arange(first, min(first + CHUNK, cached), device=model.device)
         layout = causal_layout(position.expand(batch_size, -1))

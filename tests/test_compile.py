@@ -83,7 +83,7 @@ print(json.dumps([len(asked), sum(asked), sum(map(sum, kept))]))
 BARE = """
 import json, sys
 import setblock
-from setblock.benchmark import compare
+from setblock.benchmark import compare, forward_costs
 from setblock.contenders import contenders
 from torch._dynamo.utils import counters
 model = setblock.load(json.load(sys.stdin), dtype="float32", device="cpu", compile=True)
@@ -92,6 +92,7 @@ for run in running.values():
     run(model, [[5, 9, 30]], 12)
 kinds = [counters["stats"]["unique_graphs"]]
 lines = list(compare(model, [[5, 9, 30]], 1, 12, 1, running))
+assert len(list(forward_costs(model, [16], [4, 8], 1, 1))) == 3
 kinds.append(counters["stats"]["unique_graphs"])
 print(json.dumps([kinds, [line["ceiling"] for line in lines]]))
 """
