@@ -154,7 +154,7 @@ def test_rows_that_end_by_eos_are_counted_apart(model, problems, monkeypatch):
 
 def test_progress_is_reported_after_every_answer(model, problems, right):
     right |= {problem.key for problem in problems}
-    seen: list[tuple[int, float]] = []
+    seen: list[tuple[int, float | None]] = []
     evaluate.evaluate(
         model, problems, 4, lambda score: seen.append((len(score.samples), score.accuracy)), **NTP
     )
