@@ -51,7 +51,7 @@ class Score:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right answers so far, 0 before the first; None of prompts with none."""
+        """Share of right answers so far, 0 before the first; None where none can be right."""
         if any(one.correct is None for one in self.samples):
             return None
         return sum(one.correct or False for one in self.samples) / max(len(self.samples), 1)

@@ -106,7 +106,13 @@ def test_noise_is_fixed_by_seed_row_and_position():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.6}]
+    "options",
+    [
+        {},
+        {"temperature": 0.9},
+        {"temperature": 1.5, "top_k": 3},
+        {"temperature": 1.2, "top_p": 0.6},
+    ],
 )
 def test_of_some_tokens_as_of_all(options):
     """Logits of a few tokens, told which: what all tokens give if the others can't be."""
