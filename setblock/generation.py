@@ -51,7 +51,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
 
     Mode "verified": what is absent of draft, block_size, branches and seeds is what is quickest by
     the arithmetic of `roofline.best_spending`, for `rows` rows decoded together, unless the
-    checkpoint says it, as after `setblock tune`.
+    checkpoint says it, as after `setblock tune`. A lookup that the checkpoint says without a block
+    size is left out where copies do not pay.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -68,10 +69,13 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
                 f"{typed['solver']} in mode 'verified' with draft 'branches'"
             )
         given |= {**model.drafting, **typed}
-        fixed_size = "block_size" in model.drafting or "block_size" in typed
-        given |= _spending(
-            model, given, rows, fixed_size, "draft" in typed or bool(given.get("lookup"))
-        )
+        tuned = "block_size" in model.drafting
+        lookup = model.drafting.get("lookup", 0)
+        if "lookup" not in typed and not tuned and not model.copies_pay(lookup, rows):
+            given["lookup"] = 0
+        fixed_size = tuned or "block_size" in typed
+        drafting = "draft" in typed or given.get("lenience", 1) != 1
+        given |= _spending(model, given, rows, fixed_size, one_forward=drafting)
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {
@@ -95,7 +99,8 @@ def _spending(
         if value is not None and (type(value) is not int or value < least):
             return {}
     fixed = {"branches": branches, "seeds": seeds, "fixed_size": fixed_size}
-    best = model.best_spending(size, rows, **fixed, one_forward=one_forward)
+    pairs = not given.get("lookup")  # whose forwards copy nothing
+    best = model.best_spending(size, rows, **fixed, one_forward=one_forward, pairs=pairs)
     if best.branches == 0:
         return {"block_size": best.block_size, "draft": "solver", "solver": ONE_SHOT}
     branches = branches or best.branches

@@ -340,6 +340,13 @@ class Model:
             **fixed,
         )
 
+    def copies_pay(self, lookup: int, rows: int) -> bool:
+        """Whether copying up to `lookup` tokens is quicker than none on such a machine."""
+        device = machines.device_of(self.device, self.dtype)
+        return roofline.copies_pay(
+            machines.dimensions_of(self.network.config), device, lookup, rows
+        )
+
     def encode(self, text: str, chat: bool = False) -> list[int]:
         """Token ids of a prompt, never empty; with `chat`, of a user's turn and the model's cue.
 

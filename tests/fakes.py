@@ -139,6 +139,9 @@ class TableModel(Model):
         branches = fixed.get("branches") or block_size
         return Spending(block_size, branches, fixed.get("seeds") or 0, 1.0, 1.0)
 
+    def copies_pay(self, lookup: int, rows: int) -> bool:
+        return rows < 4
+
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if chat and not self.chat:
             raise ModelError(f"{self.name} has no chat template; only plain prompts work")

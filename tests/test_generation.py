@@ -17,6 +17,7 @@ from setblock.decode import Settings
 from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
 from setblock.loading import load
 from setblock.model import _byte_ids
+from setblock.roofline import Spending
 from setblock.sampling import Sampler
 from setblock.solvers import EntropyBound, FixedCount, entropy
 
@@ -114,6 +115,31 @@ def test_defaults_come_from_the_checkpoint():
     assert settings_for(model, mode="sbd", block_size=3, solver=None) == dataclasses.replace(
         expected, solver=FixedCount(2), block_size=3
     )
+
+
+def test_copies_that_only_the_checkpoint_asks_for_are_left_out_where_they_do_not_pay():
+    model = TableModel.random()
+    model.drafting = {"lookup": 8}
+    found = [settings_for(model, rows, mode="verified").lookup for rows in (1, 3, 4)]
+    assert found == [8, 8, 0]
+    assert settings_for(model, 4, mode="verified", lookup=5).lookup == 5, "asked for"
+    model.drafting = {"lookup": 8, "block_size": 4}
+    assert settings_for(model, 4, mode="verified").lookup == 8, "the clock chose it"
+
+
+@pytest.mark.parametrize("asked", [{"lookup": 2}, {"lenience": 0.5}, {"draft": "branches"}])
+def test_what_arithmetic_may_not_choose(asked, monkeypatch):
+    """Copies have no form of two forwards; lenience needs drafts."""
+    held = {}
+
+    def seen(self, size, rows, **fixed):
+        held.update(fixed)
+        return Spending(4, 1, 0, 1.0, 1.0)
+
+    monkeypatch.setattr(TableModel, "best_spending", seen)
+    settings_for(TableModel.random(), mode="verified", **asked)
+    assert held["pairs"] == ("lookup" not in asked)
+    assert held["one_forward"] == ("lookup" not in asked)
 
 
 def test_every_option_arrives():

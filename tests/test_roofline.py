@@ -26,6 +26,7 @@ from setblock.roofline import (
     Device,
     Dimensions,
     best_spending,
+    copies_pay,
     expected_tokens,
     fitted_acceptance,
     forward_s,
@@ -244,6 +245,27 @@ def test_two_forwards_a_cycle_where_query_tokens_are_dear() -> None:
     assert best_spending(LLAMA_8B, machine, 16).branches > 0, "one row has query tokens to spare"
     close = best_spending(LLAMA_8B, machine, 16, 64, 16)
     assert close.branches > 0, "less than a tenth is not worth the bound on forwards"
+
+
+def test_copies_alone_beside_no_drafts() -> None:
+    """Without pairs a batch that computes is decoded token by token."""
+    middling = Device("", 1e11, 1e11, 2e10, 4.0, 4.0, 4.0, overlapping=False)
+    small = MODELS["smollm2-135m"]
+    assert best_spending(small, middling, 8, 1, pairs=False).branches == 1
+    assert best_spending(small, middling, 8, 8, pairs=False).block_size == 1
+    machine = device("h100")
+    assert best_spending(LLAMA_8B, machine, 16, 64, 16, 0.95, pairs=False).branches > 0
+
+
+def test_copies_pay_until_a_batch_computes() -> None:
+    middling = Device("", 1e11, 1e11, 2e10, 4.0, 4.0, 4.0, overlapping=False)
+    small = MODELS["smollm2-135m"]
+    assert [copies_pay(small, middling, 8, rows) for rows in (1, 2, 4, 8, 16)] == [True] * 3 + [
+        False
+    ] * 2
+    assert copies_pay(small, middling, 1, 8), "one column costs little"
+    pays = [copies_pay(LLAMA_8B, device("h200"), 8, rows) for rows in (1, 16, 512)]
+    assert pays == [True, True, False]
 
 
 def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -> None:
