@@ -150,7 +150,7 @@ def settings(output_dir: Path, steps: int, batch_size: int, **more: Any) -> dict
         max_grad_norm=1.0,
         bf16=True,
         use_cpu=True,
-        activation_checkpointing=False,
+        gradient_checkpointing=False,
         max_length=None,
         logging_steps=20,
         save_steps=100,

@@ -74,7 +74,7 @@ def config(folder, cls: Any = SBDConfig, **changes):
     settings = {
         "use_cpu": True,
         "bf16": False,
-        "activation_checkpointing": False,
+        "gradient_checkpointing": False,
         "per_device_train_batch_size": 4,
         "max_steps": 4,
         "learning_rate": 0.05,
