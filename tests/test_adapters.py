@@ -66,7 +66,7 @@ def gated_trainer(folder, net, **changes):
 
     return SBDTrainer(
         net,
-        config(folder, gradient_checkpointing=False, **changes),
+        config(folder, **changes),
         train_dataset=Dataset.from_list(samples()),
         processing_class=tokenizer(),
     )

@@ -22,6 +22,12 @@ from setblock.train import SBDTrainer
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
 MASK = SPECIAL.index("<mask>")
 VOCAB = 40
+# The field that transformers renamed; the old name warns where there is the new one.
+RECOMPUTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in SBDConfig.__dataclass_fields__
+)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -74,7 +80,7 @@ def config(folder, cls: Any = SBDConfig, **changes):
     settings = {
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
+        RECOMPUTING: False,
         "per_device_train_batch_size": 4,
         "max_steps": 4,
         "learning_rate": 0.05,
