@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,15 @@ def contenders(
     leniences: Sequence[float] = (),
     modes: Sequence[str] = ("sbd", "verified"),
     transformers: bool = True,
+    lookups: Sequence[int] = (),
 ) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
     modes: besides the baseline. transformers: whether its own take part. solvers: of mode "sbd";
     block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or the arithmetic's. Names
-    tell them where there are several. leniences: of mode "verified", besides 1. transformers looks
-    up prompts for one row at a time only. stock: the network that it gets, see
-    `transformers_generate`.
+    tell them where there are several. leniences: of mode "verified", besides 1; lookups as well,
+    none is the checkpoint's or the arithmetic's. transformers looks up prompts for one row at a
+    time only. stock: the network that it gets, see `transformers_generate`.
     """
 
     def name(mode: str, size: int | None, solver: str | None = None) -> str:
@@ -150,12 +152,13 @@ def contenders(
         for solver in solvers or [None]:
             options = {"mode": "sbd", "solver": solver, **size}
             found[name("sbd", size.get("block_size"), solver)] = ours(**options)
-    for size in sizes if "verified" in modes else ():
+    for size, lookup in product(sizes, lookups or [None]) if "verified" in modes else ():
         verified = name("verified", size.get("block_size"))
-        found[verified] = ours(mode="verified", **size)
+        verified += f" lookup={lookup}" if len(lookups) > 1 else ""
+        options = {"mode": "verified", "lookup": lookup, **size}
+        found[verified] = ours(**options)
         for lenience in leniences:
-            lenient = ours(mode="verified", **size, lenience=lenience)
-            found[f"{verified} lenience={lenience:g}"] = lenient
+            found[f"{verified} lenience={lenience:g}"] = ours(**options, lenience=lenience)
     if transformers:
         found["transformers"] = transformers_generate(stock)
     if transformers and batch_size == 1:

@@ -39,6 +39,14 @@ def test_prompt_lookup_says_the_same(model):
     assert "transformers-lookup" not in contenders.contenders(2)
     names = list(contenders.contenders(2, leniences=(0.5, 0.2)))
     assert names[2:5] == ["verified", "verified lenience=0.5", "verified lenience=0.2"]
+    names = list(contenders.contenders(2, lookups=(0, 8), block_sizes=(1, 4), leniences=(0.5,)))
+    verified = [f"verified k={size} lookup={most}" for size in (1, 4) for most in (0, 8)]
+    assert names[3:-1] == [name + more for name in verified for more in ("", " lenience=0.5")]
+    assert list(contenders.contenders(2, lookups=(8,)))[2] == "verified"
+    copying = contenders.contenders(1, block_sizes=(1,), lookups=(0, 8))
+    few, many = (copying[f"verified lookup={most}"](model, [PROMPTS[0]], 12) for most in (0, 8))
+    assert few.token_ids == many.token_ids
+    assert few.forwards != many.forwards, "some tokens were copied"
 
 
 def test_vllm_is_asked_for_the_same(model, fake_vllm, monkeypatch):

@@ -537,6 +537,10 @@ def test_vllm_takes_part_where_it_is_installed(run, trained, fake_vllm):
     record = run("benchmark", trained, *few, "--no-vllm", "--lenience", "0.5").json
     assert record["request"]["lenience"] == [0.5]
     assert record["results"][3]["contender"] == "verified lenience=0.5"
+    copying = ["--mode", "verified", "--no-transformers", "--lookup", "0", "--lookup", "3"]
+    lines = run("benchmark", trained, *few, "--no-vllm", *copying).json["results"]
+    names = ["verified lookup=0", "verified lookup=3"]
+    assert [line["contender"] for line in lines] == ["ntp", *names]
     few += ["--no-vllm", "--lenience", "0.5", "--block-size", "4", "--block-size", "1"]
     assert "got 0.5 with block_size 1" in run("benchmark", trained, *few).error
     assert [line["contender"] for line in record["results"]][-1] == "transformers-lookup"
@@ -573,6 +577,11 @@ def test_vllm_is_missed(run, trained, monkeypatch):
             ["--mode", "sbd", "--mode", "ntp", "--lenience", "0.5"],
             "--lenience is for mode verified, and the modes are sbd, ntp",
         ),
+        (
+            ["--mode", "sbd", "--lookup", "5"],
+            "--lookup is for mode verified, and the modes are sbd",
+        ),
+        (["--lookup", "-1"], "lookup must be an integer of at least 0, got -1"),
         (["--mode", "ntp", "--block-size", "4"], "--block-size has no say in mode ntp, got 4"),
     ],
 )

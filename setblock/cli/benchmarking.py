@@ -3,6 +3,7 @@
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 from setblock.cli.common import (
     DECODING,
     LENIENCE_HELP,
+    LOOKUP_HELP,
     SOLVERS_HELP,
     VERIFIED,
     BlockSizeOption,
@@ -113,6 +115,13 @@ def benchmark(
             rich_help_panel=VERIFIED,
         ),
     ] = None,
+    lookup: Annotated[
+        list[int] | None,
+        typer.Option(
+            help=f"May be given again, for a contender each. {LOOKUP_HELP}",
+            rich_help_panel=VERIFIED,
+        ),
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -155,7 +164,11 @@ def benchmark(
     if min(cached or [0]) < 0:
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
     modes = tuple(dict.fromkeys(mode or Mode))
-    for name, values, one in (("solver", solver, Mode.sbd), ("lenience", lenience, Mode.verified)):
+    for name, values, one in (
+        ("solver", solver, Mode.sbd),
+        ("lenience", lenience, Mode.verified),
+        ("lookup", lookup, Mode.verified),
+    ):
         if values and one not in modes:
             raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
     if block_size and set(modes) == {Mode.ntp}:
@@ -166,6 +179,7 @@ def benchmark(
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
     request |= {"compile": compile.value, "pack": pack and pack.value, "lenience": lenience}
+    request |= {"lookup": lookup}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     warn_untrained(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
@@ -177,9 +191,8 @@ def benchmark(
         for one in block_size or [None]
     }
     size = max(wide)
-    for one in lenience or ():
-        for each in block_size or [None]:
-            settings_for(model, mode="verified", lenience=one, block_size=each)
+    for one, each, copies in product(lenience or [1], block_size or [None], lookup or [None]):
+        settings_for(model, mode="verified", lenience=one, block_size=each, lookup=copies)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
     room = model.context_length
@@ -225,6 +238,7 @@ def benchmark(
                     lenience or (),
                     modes,
                     transformers,
+                    lookup or (),
                 )
                 if engine is not None:
                     rivals["vllm"] = engine

@@ -157,16 +157,13 @@ SeedsOption = Annotated[
         rich_help_panel=VERIFIED,
     ),
 ]
-LookupOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens at most of a draft that is copied from earlier in the text, "
-        "from behind the place where its last tokens stood before, if that promises more than the "
-        "model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
-        "Default: the checkpoint's, else 0, never.",
-        rich_help_panel=VERIFIED,
-    ),
-]
+LOOKUP_HELP = (
+    "Tokens at most of a draft that is copied from earlier in the text, "
+    "from behind the place where its last tokens stood before, if that promises more than the "
+    "model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
+    "Default: the checkpoint's, where it pays for so many rows at once, else 0, never."
+)
+LookupOption = Annotated[int | None, typer.Option(help=LOOKUP_HELP, rich_help_panel=VERIFIED)]
 LENIENCE_HELP = (
     "Accept a drafted token as well if its probability, with sampling's noise if "
     "any, is at least this share of that of the token that ntp says: fewer forwards, and no longer "
