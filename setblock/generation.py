@@ -244,6 +244,8 @@ def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]]:
     """Token ids of each prompt."""
+    if not isinstance(model, Model):
+        raise TypeError(f"model must be one that setblock.load() gave, got {model!r}")
     if isinstance(prompts, str):
         prompts = [prompts]
     ids: list[list[int]] = []

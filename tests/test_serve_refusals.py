@@ -1,10 +1,12 @@
 """What the OpenAI-compatible endpoint refuses, and how it says so."""
 
+from inspect import signature
 from typing import Any
 
 import httpx
 import pytest
 from servers import QUESTIONS, USER, refused, serving
+from transformers import PreTrainedTokenizerBase
 
 from setblock.loading import load
 from setblock.serve import build
@@ -228,10 +230,14 @@ def test_wrong_bodies(address, path, body, message):
     assert message in refused(address, body, path)["message"]
 
 
+# Of the tokenizer's method, of which newer versions of transformers have more.
+NEWER = {"sanitize_control_tokens"} & set(
+    signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
 NO_VARIABLES = (
     "chat_template", "continue_final_message", "documents", "return_assistant_tokens_mask",
     "tokenize", "tools", "conversation", "add_generation_prompt", "return_dict", "return_tensors",
-    "padding", "max_length", "tokenizer_kwargs", "sanitize_control_tokens", "self", "messages",
+    "padding", "max_length", "tokenizer_kwargs", *NEWER, "self", "messages",
     "conversations", "load_audio_from_video",
 )  # fmt: skip
 
@@ -264,6 +270,12 @@ def test_what_is_no_json_object(address, content):
     )
     assert response.status_code == 400
     assert "the body is not a JSON object" in response.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json(address):
+    response = httpx.post(f"{address}/v1/completions", content='{"prompt": "a"}')
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 def test_a_template_that_refuses_a_role(checkpoint):

@@ -110,7 +110,7 @@ def generate(
     with starting():
         from setblock.generation import encode, settings_for, stream
 
-    text_or_ids = _read_prompt(text, prompt, prompt_file, prompt_ids)
+    text_or_ids = _read_prompt(model_name, text, prompt, prompt_file, prompt_ids)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
@@ -179,10 +179,12 @@ def generate(
             f"the answer is empty: {model.name} knows chat turns, and --chat makes the prompt one",
             style="yellow",
         )
+    if not generation.text and chat:
+        err.print(f"the answer is empty: {model.name} ended its turn at once", style="yellow")
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
-        f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s "
-        f"({generation.finish_reason})",
+        f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s, "
+        f"{generation.prefill_s:.2f} of them for the prompt ({generation.finish_reason})",
         style="dim",
     )
 
@@ -226,7 +228,8 @@ def info(
     table.add_column(overflow="fold")
     shown = {"parameters": ",", "acceptance": ".2f"}
     for name, value in facts.items():
-        table.add_row(name, format(value, shown[name]) if name in shown else str(value))
+        told = format(value, shown[name]) if name in shown else str(value)
+        table.add_row(name, "-" if value is None else told)
     out.print(table)
 
 
@@ -366,7 +369,7 @@ def _without_break(text: str) -> str:
 
 
 def _read_prompt(
-    text: str | None, prompt: str | None, file: Path | None, ids: str | None
+    model: str, text: str | None, prompt: str | None, file: Path | None, ids: str | None
 ) -> str | list[int]:
     sources = {"PROMPT": text, "--prompt": prompt, "--prompt-file": file, "--prompt-ids": ids}
     given = [name for name, value in sources.items() if value is not None]
@@ -388,8 +391,12 @@ def _read_prompt(
     text = prompt if text is None else text
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no prompt: give PROMPT, --prompt-file, --prompt-ids or stdin")
+            raise ValueError(
+                f"no prompt for MODEL {model}: give PROMPT, --prompt-file, --prompt-ids or stdin"
+            )
         if not (text := _without_break(sys.stdin.read())):
-            raise ValueError("no prompt: stdin is empty (--prompt '' is an empty prompt)")
+            raise ValueError(
+                f"no prompt for MODEL {model}: stdin is empty (--prompt '' is an empty prompt)"
+            )
     text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
     return text

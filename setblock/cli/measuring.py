@@ -153,7 +153,7 @@ def evaluate(
         from setblock import evaluate as evaluation
         from setblock import nano
         from setblock.generation import settings_for
-        from setblock.live import progress_bar
+        from setblock.live import lines, progress_bar
         from setblock.loading import fingerprint_of
         from setblock.records import Journal
         from setblock.scores import Sample, compare
@@ -263,8 +263,10 @@ def evaluate(
         "settings": settings,
     }
     journal = Journal(request, out_file, resume)
+    if resume:
+        err.print(f"{out_file} holds {journal.num_known} answers", style="dim", markup=False)
     firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
-    run = 0
+    run, say = 0, lines(err)
     for model_name in model_names:
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         for one in modes:
@@ -279,7 +281,7 @@ def evaluate(
                 line = journal.finished(run)
                 if line is None:
                     label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
-                    with progress_bar(err, label, len(items)) as advance:
+                    with progress_bar(err, label, len(items), say) as advance:
 
                         def note(score: Any, run: int = run, advance: Any = advance) -> None:
                             journal.add(run, asdict(score.samples[-1]))

@@ -85,7 +85,8 @@ def prompts(
     if as_json:
         print_json({"model": model_name, "out": str(out_file), "prompts": done, "seed": seed})
         return
-    out.print(f"{done} prompts in {out_file}", markup=False, highlight=False)
+    more = f", more than the {count} asked for" if done > count else ""
+    out.print(f"{done} prompts in {out_file}{more}", markup=False, highlight=False)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -328,7 +329,8 @@ def check_packages() -> None:
     missing = [name for name in ("trl", "peft", "datasets", "accelerate") if not find_spec(name)]
     if missing:
         raise ValueError(
-            f"training needs {', '.join(missing)} besides: pip install '.[train]' in the checkout"
+            f"training needs {', '.join(missing)}, not installed here: make setup in the checkout, "
+            "or pip install '.[train]'"
         )
 
 
