@@ -221,7 +221,9 @@ def plan(
         print_json(found)
         return
     place = f"{model_name} on {machine.name}, {prompt_length} tokens in the cache"
-    out.print(_table(f"{place}: the quickest first", found["choices"], ("batch", *SETTING)))
+    beside = f"{1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
+    title = f"{place}: the quickest first"
+    out.print(_table(title, found["choices"], ("batch", *SETTING), f"each forward: {beside}"))
     for mode, most in found["largest_batches"].items():
         pays = f"up to a batch of {most}" if most else "not even alone"
         more = " or more" if most == planning.LARGEST_BATCH else ""
@@ -241,9 +243,11 @@ SETTING = (
 SHORT_SETTING = ("mode", "block_size", "branches", "tokens_per_forward", "ms_per_token")
 
 
-def _table(title: str, lines: list[dict[str, Any]], names: tuple[str, ...]) -> Table:
+def _table(
+    title: str, lines: list[dict[str, Any]], names: tuple[str, ...], caption: str | None = None
+) -> Table:
     """These columns of the lines; numbers to two places, yes and no, blank where there is none."""
-    shown = Table(title=title)
+    shown = Table(title=title, caption=caption)
     for name in names:
         justify = "left" if name in ("model", "mode") else "right"
         head = name.replace("_per_", " per\n").replace("_", "\n")
