@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     draft: str
     branches: int | None
     seeds: int
-    lookup: int
+    lookup: int | None
     lenience: float
 
 
