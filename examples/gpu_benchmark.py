@@ -13,7 +13,7 @@ roofline; the bandwidth that a forward of one token reaches as a share of what a
 speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
 it. The record is written after each part and each size of batch. Without a GPU, `--shape tiny
---device cpu` runs the same script in a minute, but for graphs, which are CUDA's.
+--device cpu` runs the same script in minutes, but for graphs, which are CUDA's.
 """
 
 import statistics
@@ -237,7 +237,8 @@ def main(
     for line in record["speedups"]:
         gains = (f"{gain:.2f}" for gain in line["speedup"].values())
         table.add_row(str(line["batch_size"]), str(line["cached"]), *gains)
-    console.print(table)
+    if record["speedups"]:  # of the part that times forwards
+        console.print(table)
 
 
 if __name__ == "__main__":
