@@ -84,8 +84,14 @@ def test_an_empty_answer_of_a_chat_model_says_what_to_try(run, trained, monkeypa
     hint = f"the answer is empty: {trained} knows chat turns, and --chat makes the prompt one"
     assert hint in run("generate", trained, "hi", *SHORT).err
     assert "the answer is empty" not in run("generate", trained, "--prompt-ids", "5", *SHORT).err
-    ended = f"the answer is empty: {trained} ended its turn at once"
-    assert ended in run("generate", trained, "hi", "--chat", *SHORT).err
+    assert "the answer is empty" not in run("generate", trained, "hi", "--chat", *SHORT).err
+
+
+def test_a_turn_that_ends_at_once_is_told(run, answering):
+    answering(TableModel.spelling("", start=2))
+    words = ("generate", "any", "--prompt", "h", "--chat")
+    assert "the answer is empty: table ended its turn at once" in run(*words).err
+    assert "is empty" not in run(*words, "--json").err
 
 
 def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, monkeypatch):

@@ -179,7 +179,7 @@ def generate(
             f"the answer is empty: {model.name} knows chat turns, and --chat makes the prompt one",
             style="yellow",
         )
-    if not generation.text and chat:
+    if not generation.text and chat and generation.finish_reason == "eos":
         err.print(f"the answer is empty: {model.name} ended its turn at once", style="yellow")
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
