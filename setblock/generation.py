@@ -99,7 +99,8 @@ def _spending(
         if value is not None and (type(value) is not int or value < least):
             return {}
     fixed = {"branches": branches, "seeds": seeds, "fixed_size": fixed_size}
-    pairs = not given.get("lookup")  # whose forwards copy nothing
+    # Forwards of pairs copy nothing, and need no bound where a checkpoint asks for copies.
+    pairs = not (given.get("lookup") or model.drafting.get("lookup"))
     best = model.best_spending(size, rows, **fixed, one_forward=one_forward, pairs=pairs)
     if best.branches == 0:
         return {"block_size": best.block_size, "draft": "solver", "solver": ONE_SHOT}

@@ -294,10 +294,9 @@ def _error(request: Request, error: Exception) -> JSONResponse:
     message = str(error)
     if isinstance(error, RequestValidationError):
         message = f"the body is not a JSON object: {error.errors()[0]['msg']}"
-        if "json" not in request.headers.get("content-type", ""):
-            message = (
-                "the body is read as JSON with the header Content-Type: application/json alone"
-            )
+        sent = request.headers.get("content-type", "")
+        if sent.partition(";")[0].strip().lower() != "application/json":
+            message = f"Content-Type must be application/json for a body of JSON, got {sent!r}"
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     field = error.field if isinstance(error, Refused) else None

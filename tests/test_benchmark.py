@@ -29,7 +29,7 @@ def test_transformers_says_what_next_token_decoding_does(model):
     assert theirs.prefill_s > 0
 
 
-def test_prompt_lookup_says_the_same(model):
+def test_prompt_lookup_says_the_same(model, monkeypatch):
     found = contenders.contenders(1)
     assert list(found) == ["ntp", "sbd", "verified", "transformers", "transformers-lookup"]
     for prompt in PROMPTS:
@@ -43,6 +43,14 @@ def test_prompt_lookup_says_the_same(model):
     verified = [f"verified k={size} lookup={most}" for size in (1, 4) for most in (0, 8)]
     assert names[3:-1] == [name + more for name in verified for more in ("", " lenience=0.5")]
     assert list(contenders.contenders(2, lookups=(8,)))[2] == "verified"
+    options = []
+    monkeypatch.setattr(contenders, "ours", lambda **given: options.append(given) or max)
+    contenders.contenders(2, lookups=(0, 8), block_sizes=(4,), leniences=(0.5,), modes=["verified"])
+    given = {"mode": "verified", "block_size": 4}
+    assert options[1:] == [
+        given | {"lookup": most} | more for most in (0, 8) for more in ({}, {"lenience": 0.5})
+    ]
+    monkeypatch.undo()
     copying = contenders.contenders(1, block_sizes=(1,), lookups=(0, 8))
     few, many = (copying[f"verified lookup={most}"](model, [PROMPTS[0]], 12) for most in (0, 8))
     assert few.token_ids == many.token_ids

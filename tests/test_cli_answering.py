@@ -196,6 +196,26 @@ def test_verified_says_where_drafting_does_not_pay(run, trained, monkeypatch):
     words = ["--prompt", "hi", "--mode", "verified", *SHORT]
     assert "drafting does not pay here" in run("generate", trained, *words).err
     assert "pay" not in run("generate", trained, *words, "--block-size", "4").err
+    several = ["--task", "json", "--limit", "3", "--batch-size", "2", "--mode", "verified", *SHORT]
+    told = "drafting does not pay here by arithmetic for 2 rows at once"
+    assert told in run("evaluate", trained, *several).err
+    assert "pay" not in run("evaluate", trained, *several, "--block-size", "4").err
+    timed = [
+        "--limit",
+        "2",
+        "--repeats",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--cached",
+        "0",
+        "--no-vllm",
+    ]
+    timed += ["--no-transformers", "--batch-size", "1", "--batch-size", "2", "--mode"]
+    shown = run("benchmark", trained, *timed, "verified").err
+    assert told in shown
+    assert "by arithmetic: " in shown, "one row"
+    assert "pay" not in run("benchmark", trained, *timed, "ntp").err
 
 
 def test_verified_takes_two_forwards_a_cycle_where_that_is_quicker(run, trained, monkeypatch):
@@ -297,7 +317,7 @@ def test_the_text_comes_as_it_grows(run, answering):
     assert result.code == 0
     assert result.out == "many words. and more\n"
     assert result.err.startswith("21 tokens, 6 forwards, 3.50 tokens per forward, ")
-    assert result.err.endswith(" for the prompt (eos)\n")
+    assert result.err.endswith(" s for the prompt (eos)\n")
 
 
 def test_the_text_is_not_touched(run, answering, monkeypatch):

@@ -140,6 +140,10 @@ def test_what_arithmetic_may_not_choose(asked, monkeypatch):
     settings_for(TableModel.random(), mode="verified", **asked)
     assert held["pairs"] == ("lookup" not in asked)
     assert held["one_forward"] == ("lookup" not in asked)
+    model = TableModel.random()
+    model.drafting = {"lookup": 8}
+    settings_for(model, 4, mode="verified")
+    assert not held["pairs"], "nor where the checkpoint's copies are left out"
 
 
 def test_every_option_arrives():

@@ -265,17 +265,20 @@ def test_what_is_nested_deeply(address, depth):
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"", b"3", b'{"a": }'])
 def test_what_is_no_json_object(address, content):
-    response = httpx.post(
-        f"{address}/v1/completions", content=content, headers={"content-type": "application/json"}
-    )
+    kind = {"content-type": "Application/JSON; charset=utf-8"}
+    response = httpx.post(f"{address}/v1/completions", content=content, headers=kind)
     assert response.status_code == 400
     assert "the body is not a JSON object" in response.json()["error"]["message"]
 
 
 def test_a_body_that_is_not_said_to_be_json(address):
-    response = httpx.post(f"{address}/v1/completions", content='{"prompt": "a"}')
+    kind = {"content-type": "application/x-www-form-urlencoded"}  # as curl does by itself
+    response = httpx.post(f"{address}/v1/completions", content='{"prompt": "a"}', headers=kind)
     assert response.status_code == 400
-    assert "Content-Type: application/json" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == (
+        "Content-Type must be application/json for a body of JSON, got "
+        "'application/x-www-form-urlencoded'"
+    )
 
 
 def test_a_template_that_refuses_a_role(checkpoint):

@@ -3,11 +3,13 @@
 import gc
 
 import pytest
+import torch
 from networks import load
 
 import setblock
 from setblock.checkpoint import BUNDLED
 from setblock.cli.answering import QUESTIONS
+from setblock.generation import settings_for
 
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -31,6 +33,17 @@ def test_it_writes_the_text_of_its_base_in_fewer_forwards(smollm2):
     assert answer.settings.mode == "verified"
     assert answer.token_ids == plain.token_ids == own.token_ids
     assert answer.nfe < plain.nfe
+
+
+def test_what_it_chooses_for_a_batch_in_float32(smollm2):
+    """Copies and drafts, copies alone, nothing."""
+    assert smollm2.dtype == torch.float32
+    found = [settings_for(smollm2, rows) for rows in (1, 2, 4, 8)]
+    chosen = [(one.block_size, one.branches, one.lookup) for one in found]
+    assert chosen == [(3, 1, 8), (2, 1, 8), (1, 1, 8), (1, 1, 0)]
+    assert [smollm2.copies_pay(most, 8) for most in (1, 8)] == [True, False]
+    held = settings_for(smollm2, 8, block_size=8)
+    assert (held.draft, held.branches, held.lookup) == ("branches", 1, 0), "no pairs of forwards"
 
 
 def test_its_files(smollm2):

@@ -42,6 +42,7 @@ from setblock.cli.common import (
     out,
     print_json,
     starting,
+    tell_undrafted,
     warm_up,
     warn_untrained,
 )
@@ -141,13 +142,7 @@ def generate(
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
         warn_untrained(model, settings.mode)  # copies alone need no training
-    alone = settings.mode == "verified" and settings.block_size == 1 and not settings.lookup
-    if alone and block_size is None:
-        err.print(
-            "drafting does not pay here by arithmetic: decoding token by token (--block-size "
-            "drafts all the same)",
-            style="yellow",
-        )
+    tell_undrafted(settings, block_size)
     warm_up(model, options)
     steps, generation = [], None
     try:
@@ -184,7 +179,7 @@ def generate(
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s, "
-        f"{generation.prefill_s:.2f} of them for the prompt ({generation.finish_reason})",
+        f"of which {generation.prefill_s:.2f} s for the prompt ({generation.finish_reason})",
         style="dim",
     )
 

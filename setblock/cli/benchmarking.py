@@ -36,6 +36,7 @@ from setblock.cli.common import (
     out,
     print_json,
     starting,
+    tell_undrafted,
     warn_untrained,
 )
 
@@ -191,8 +192,12 @@ def benchmark(
         for one in block_size or [None]
     }
     size = max(wide)
-    for one, each, copies in product(lenience or [1], block_size or [None], lookup or [None]):
-        settings_for(model, mode="verified", lenience=one, block_size=each, lookup=copies)
+    for one, each, copies, rows in product(
+        lenience or [1], block_size or [None], lookup or [None], numbers["batch-size"]
+    ):
+        if Mode.verified in modes:
+            given: dict[str, Any] = {"lenience": one, "block_size": each, "lookup": copies}
+            tell_undrafted(settings_for(model, rows, mode="verified", **given), each, rows)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
     room = model.context_length
@@ -387,7 +392,7 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
         caption="with prompt: its forward included, which the speed-up leaves out.\n"
         "of ceiling: share of what the costs of bare forwards would allow.\n"
         "same: answers with the tokens of ntp.\n"
-        "lookup: transformers' decoding that copies from the prompt",
+        "transformers-lookup: its decoding that copies from the prompt",
         caption_justify="left",
     )
     shown.add_column("decoding", overflow="fold", min_width=12, max_width=12)

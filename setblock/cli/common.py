@@ -15,6 +15,7 @@ from rich.status import Status
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from setblock.decode import Settings
     from setblock.model import Model
 
 app = typer.Typer(
@@ -300,6 +301,18 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
     few = min(few, options.get("max_new_tokens", few))
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
     answer(model, [[first]], **own)
+
+
+def tell_undrafted(settings: "Settings", block_size: int | None, rows: int = 1) -> None:
+    """One line on stderr where verified decoding drafts nothing, unless that was asked for."""
+    drafts = settings.block_size > 1 or settings.lookup
+    if settings.mode == "verified" and not drafts and block_size is None:
+        several = f" for {rows} rows at once" if rows > 1 else ""
+        err.print(
+            f"drafting does not pay here by arithmetic{several}: decoding token by token "
+            "(--block-size drafts all the same)",
+            style="yellow",
+        )
 
 
 def busy_note() -> None:

@@ -39,6 +39,7 @@ from setblock.cli.common import (
     out,
     print_json,
     starting,
+    tell_undrafted,
     warm_up,
     warn_untrained,
 )
@@ -271,8 +272,9 @@ def evaluate(
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         for one in modes:
             warn_untrained(model, one.value)
-        for options in settings:
-            settings_for(model, **options)  # bad values are refused before the first problem
+        rows = min(batch_size, max(map(len, problems.values())))
+        for options in settings:  # bad values are refused before the first problem
+            tell_undrafted(settings_for(model, rows, **options), options.get("block_size"), rows)
         for options in settings:
             if any(journal.finished(run + later) is None for later in range(len(problems))):
                 warm_up(model, options)
