@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from setblock.machines import MODELS
-from setblock.roofline import DISPATCH_S, Device, Dimensions, best_spending, forward_s
+from setblock.roofline import (
+    DISPATCH_S,
+    Device,
+    Dimensions,
+    best_spending,
+    driven_s,
+    forward_s,
+)
 
 LARGEST_BATCH = 1024
 
@@ -44,8 +51,7 @@ def choices(
     """
 
     def seconds(queries: int) -> float:
-        fixed = given.dispatch_s * dimensions.layers
-        return fixed + forward_s(dimensions, device, queries, batch, given.cached)
+        return driven_s(dimensions, device, queries, batch, given.cached, given.dispatch_s)
 
     def block(size: int) -> float:
         """Seconds a token: the first forward of a block encodes the block before it as well."""
@@ -153,8 +159,8 @@ def beside_measured(
     """
 
     def seconds(queries: int, line: dict[str, Any]) -> float:
-        fixed = dispatch_s * dimensions.layers
-        return fixed + forward_s(dimensions, device, queries, line["batch_size"], line["cached"])
+        place = line["batch_size"], line["cached"]
+        return driven_s(dimensions, device, queries, *place, dispatch_s)
 
     return [
         {

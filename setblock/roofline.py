@@ -84,6 +84,19 @@ def forward_s(
     return dimensions.layers * (block + attention) + output
 
 
+def driven_s(
+    dimensions: Dimensions,
+    device: Device,
+    queries: float | int,
+    batch: int,
+    cached: int,
+    dispatch_s: float | int,
+) -> float:
+    """`forward_s` and dispatch_s for each layer, for the Python that drives it."""
+    driving = dispatch_s * dimensions.layers
+    return driving + forward_s(dimensions, device, queries, batch, cached)
+
+
 def _linear_s(device: Device, tokens: float | int, inputs: int, outputs: int) -> float:
     moved = (
         inputs * outputs * device.bytes_per_weight
@@ -198,8 +211,7 @@ def best_spending(
     """
 
     def seconds(queries: int) -> float:
-        fixed = dispatch_s * dimensions.layers
-        return fixed + forward_s(dimensions, device, queries, batch, cached)
+        return driven_s(dimensions, device, queries, batch, cached, dispatch_s)
 
     one_forward = one_forward or branches is not None or seeds is not None
     best = None if fixed_size or one_forward else Spending(1, 1, 0, 1.0, seconds(1))
@@ -234,11 +246,11 @@ def copies_pay(
 ) -> bool:
     """Whether drafts of up to `lookup` copied tokens yield more than their forwards cost."""
 
-    def seconds(queries: float | int) -> float:
-        fixed = dispatch_s * dimensions.layers
-        return fixed + forward_s(dimensions, device, queries, batch, cached)
-
-    return seconds(1 + min(lookup, COPIED_WIDTH * batch)) < COPIED * seconds(1)
+    none, some = (
+        driven_s(dimensions, device, queries, batch, cached, dispatch_s)
+        for queries in (1, 1 + min(lookup, COPIED_WIDTH * batch))
+    )
+    return some < COPIED * none
 
 
 @functools.cache
