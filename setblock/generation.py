@@ -1,19 +1,20 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from setblock.decode import DecodeState, Rows, Settings
-from setblock.model import Model
+from setblock.model import Conversation, Model, ModelError
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
 ONE_SHOT = "entropy:inf"  # the solver that fills a block in one forward
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+# A text, a conversation, or several prompts: texts, conversations or lists of token ids.
+Prompts = str | Conversation | Sequence[str | Conversation | Sequence[int]]
 
 
 class Options(TypedDict, total=False):
@@ -176,7 +177,8 @@ def generate(
 ) -> list[Generation]:
     """One `Generation` per prompt, in the order given.
 
-    prompts: texts, or lists of token ids, which are used as they are.
+    prompts: texts, conversations (lists of {"role": ..., "content": ...}, which go through the
+    chat template), or lists of token ids, which are used as they are.
     chat: put each text into the tokenizer's chat template as a user's turn.
     batch_size: rows decoded together at most, None for all; the tokens do not depend on it.
     Raises: ValueError for options out of range, and, before any forward, for an empty prompt of a
@@ -247,18 +249,29 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
     """Token ids of each prompt."""
     if not isinstance(model, Model):
         raise TypeError(f"model must be one that setblock.load() gave, got {model!r}")
-    if isinstance(prompts, str):
-        prompts = [prompts]
+    if isinstance(prompts, Mapping):
+        raise ValueError(f"prompts must be texts, or lists of messages or of ids, got {prompts!r}")
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if several and isinstance(several[0], Mapping):
+        several = [several]
     ids: list[list[int]] = []
-    for prompt in prompts:
+    for prompt in several:
         if isinstance(prompt, str):
             ids.append(model.encode(prompt, chat=chat))
         elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             if chat:
                 raise ValueError("chat=True needs text prompts: token ids are used as they are")
             ids.append(list(prompt))
+        elif isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt):
+            try:
+                ids.append(model.encode(prompt))
+            except ModelError as error:
+                raise ModelError(f"prompt {len(ids)}: {error}") from None
         else:
-            raise ValueError(f"prompt {len(ids)} must be a text or a list of token ids")
+            raise ValueError(
+                f"prompt {len(ids)} must be a text, a list of messages or a list of token ids, got "
+                f"{prompt!r}"
+            )
     return ids
 
 

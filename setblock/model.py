@@ -10,7 +10,7 @@ The model classes are transformers' own: masks and positions are handed in, no c
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,6 +33,8 @@ from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 COMPILE = ("on", "kernels", "graphs")
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
+
+Conversation = Sequence[Mapping[str, str]]  # messages of role and content
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
 
@@ -347,25 +349,58 @@ class Model:
             machines.dimensions_of(self.network.config), device, lookup, rows
         )
 
-    def encode(self, text: str, chat: bool = False) -> list[int]:
-        """Token ids of a prompt, never empty; with `chat`, of a user's turn and the model's cue.
+    def encode(self, prompt: str | Conversation, chat: bool = False) -> list[int]:
+        """Token ids of a prompt, never empty.
 
-        Raises: ModelError without a chat template, or for an empty text without a BOS token.
+        prompt: a text; with `chat` it is a user's turn, and the model's cue follows. Or a
+        conversation, messages of role and content, which the cue follows anyway.
+        Raises: ModelError without a chat template, for a conversation that the template refuses, or
+        for an empty text without a BOS token.
         """
-        if chat:
-            if self.tokenizer.chat_template is None:
-                raise ModelError(f"{self.name} has no chat template; only plain prompts work")
-            turns = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False
-            )  # type: ignore[assignment]
+        plain = isinstance(prompt, str) and not chat
+        if isinstance(prompt, str):
+            text = prompt if plain else self.in_template([{"role": "user", "content": prompt}])
+        else:
+            text = self.in_template(prompt)
         # A chat template writes the BOS token itself.
-        ids = list(self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=plain, verbose=False)["input_ids"])
         if ids:
             return ids
         if self.bos_token_id is None:
             raise ModelError(f"an empty prompt needs a BOS token, and {self.name} has none")
         return [self.bos_token_id]
+
+    def __repr__(self) -> str:
+        millions = sum(weight.numel() for weight in self.network.parameters()) / 1e6
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"<setblock.Model {self.name!r}: {type(self.network).__name__}, {millions:,.1f} million "
+            f"parameters, {dtype} on {self.device}, mode {self.defaults['mode']!r}>"
+        )
+
+    def in_template(self, turns: Conversation) -> str:
+        """The conversation in the chat template, up to where the model speaks.
+
+        Raises: ModelError without a template, for what are no messages, or a template's refusal.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ModelError(f"{self.name} has no chat template; only plain prompts work")
+        for number, turn in enumerate(turns):
+            known = isinstance(turn, Mapping) and turn.keys() == {"role", "content"}
+            if not (known and all(isinstance(text, str) for text in turn.values())):
+                raise ModelError(
+                    f"message {number} must have a role and a content, both text, and nothing "
+                    f"else, got {turn!r}"
+                )
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(turn) for turn in turns], add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            why = " ".join((str(error) or type(error).__name__).split())
+            raise ModelError(f"the chat template of {self.name} refuses the messages: {why}") from None
 
     def piece(self, token: int) -> str:
         """The text of one token; the name of a special one, which is no part of an answer."""

@@ -191,17 +191,7 @@ class DecodeProbe(TrainerCallback):
 
 def prompts_of(model: Model, rows: Any) -> list[list[int]]:
     """Token ids of the prompts of prompt-completion rows, chat turns through the template."""
-    found = []
-    for row in rows:
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            found.append(model.encode(prompt))
-        else:
-            text = model.tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=False
-            )
-            found.append(model.tokenizer.encode(str(text), add_special_tokens=False))
-    return found
+    return [model.encode(row["prompt"]) for row in rows]
 
 
 def final_answer(text: str) -> str:

@@ -59,6 +59,30 @@ def test_chat_uses_the_template(run, trained):
     assert tuple(answer["token_ids"]) == api(trained, "abc", True, max_new_tokens=8).token_ids
 
 
+def test_messages_go_through_the_template(run, trained, tmp_path):
+    talk = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "Grüße"},
+    ]
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps(talk, ensure_ascii=False), encoding="utf-8")
+    answer = run("generate", trained, "--messages", file, "--json", *SHORT).json
+    assert tuple(answer["token_ids"]) == api(trained, talk, max_new_tokens=8).token_ids
+    for content, error in (
+        ('[{"role":', "is no JSON: "),
+        ('{"role": "user", "content": "a"}', "must hold a list of messages"),
+        ("[]", "must hold a list of messages"),
+        ('[{"role": "user"}]', "message 0 must have a role and a content"),
+    ):
+        file.write_text(content)
+        assert error in run("generate", trained, "--messages", file).error
+    file.write_text(json.dumps(talk))
+    given = run("generate", trained, "--messages", file, "--chat").error
+    assert given == f"--chat is for texts: --messages {file} goes through the template"
+    both = run("generate", trained, "abc", "--messages", file).error
+    assert both == "give one prompt: PROMPT and --messages exclude each other"
+
+
 def test_an_empty_prompt_is_the_bos_token(run, trained, tmp_path):
     assert run("generate", trained, "--prompt", "", "--json", *SHORT).json["prompt_tokens"] == 1
     for nothing in ("", "\n"):
@@ -105,7 +129,8 @@ def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, mo
 def test_a_terminal_is_no_prompt(run, trained):
     result = run("generate", trained, stdin=Terminal("never read"))
     assert result.error == (
-        f"no prompt for MODEL {trained}: give PROMPT, --prompt-file, --prompt-ids or stdin"
+        f"no prompt for MODEL {trained}: give PROMPT, --prompt-file, --messages, --prompt-ids or "
+        "stdin"
     )
 
 
@@ -275,7 +300,7 @@ def test_a_line_break_at_the_end_is_no_part_of_the_prompt(run, trained, tmp_path
 def test_closed_streams(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="no prompt for MODEL nano: give PROMPT"):
-        cli.answering._read_prompt("nano", None, None, None, None)
+        cli.answering._read_prompt("nano", *[None] * 5)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(OSError, match="stdout is closed"):
         common.print_json({})

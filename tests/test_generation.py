@@ -315,6 +315,60 @@ def test_chat(checkpoint):
         generate(TableModel(torch.zeros(9, 9, 9), torch.zeros(9, 9), chat=False), "a", chat=True)
 
 
+def test_conversations_go_through_the_chat_template(checkpoint):
+    model = load(checkpoint("llama"))
+    talk = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "why"},
+    ]
+    model.tokenizer.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}:{{ turn.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<model>{% endif %}"
+    )
+    text = "system:be brief</s>user:hi</s>assistant:yes</s>user:why</s><model>"
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encode(model, talk) == [ids]  # by itself, as a text is
+    assert encode(model, [talk, "hi", [3, 4]]) == [ids, model.encode("hi"), [3, 4]]
+    assert encode(model, tuple(talk), chat=True) == [ids]
+    assert encode(model, talk[1:2]) == encode(model, "hi", chat=True)
+    (answer,) = generate(model, talk, max_new_tokens=3)
+    assert answer.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("talk", "message"),
+    [
+        ([{"role": "user"}], r"prompt 0: message 0 must have a role and a content, both text, and"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": 5}], "prompt 0: message 1"),
+        ([{"role": "user", "content": "a", "name": "b"}], r"nothing else, got \{'role': 'user', "),
+        (["a", [{"role": "user", "content": "a"}, 5]], "prompt 1 must be a text, a list of messa"),
+        (["a", 5], "prompt 1 must be a text, a list of messages or a list of token ids, got 5"),
+        (["a", None], "prompt 1 must be a text, .* or a list of token ids, got None"),
+        ({"role": "user", "content": "a"}, "prompts must be texts, or lists of messages or of"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(checkpoint, talk, message):
+    with pytest.raises(ValueError, match=message):
+        unchecked(encode)(load(checkpoint("llama")), talk)
+
+
+def unchecked(function: Any) -> Any:
+    """Without the tests' type checks, as users call it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def test_a_template_may_refuse_a_conversation(checkpoint):
+    model = load(checkpoint("llama"))
+    model.tokenizer.chat_template = "{{ raise_exception('no system\nhere') }}"
+    message = "prompt 0: the chat template of .* refuses the messages: no system here"
+    with pytest.raises(ModelError, match=message):
+        generate(model, [{"role": "system", "content": "a"}])
+
+
 # ------------------------------------------------------------------ ends
 
 

@@ -279,6 +279,13 @@ def test_ids_past_the_tokenizer_decode_to_nothing(checkpoint):
     assert model.decode([*model.encode("a"), model.mask_token_id, model.vocab_size - 1]) == "a"
 
 
+def test_what_a_model_prints_as(checkpoint):
+    model = load(checkpoint("llama"))
+    millions = sum(weight.numel() for weight in model.network.parameters()) / 1e6
+    said = f"LlamaForCausalLM, {millions:.1f} million parameters, float32 on cpu, mode 'sbd'"
+    assert repr(model) == f"<setblock.Model {str(checkpoint('llama'))!r}: {said}>"
+
+
 def test_text_refusals(checkpoint):
     model = load(checkpoint(bos=False, chat=False))
     assert model.bos_token_id is None

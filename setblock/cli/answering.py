@@ -1,5 +1,6 @@
 """Commands that answer prompts: generate, demo; and info."""
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +68,14 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="File that holds the prompt, less a line break at its end.")
     ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON file of a conversation to go on with, [{"role": "system", "content": ...}, '
+            '{"role": "user", ...}, ...], which goes through the chat template.',
+        ),
+    ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids such as 1,2,3, used as they are.")
     ] = None,
@@ -111,7 +120,9 @@ def generate(
     with starting():
         from setblock.generation import encode, settings_for, stream
 
-    text_or_ids = _read_prompt(model_name, text, prompt, prompt_file, prompt_ids)
+    asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
+    if messages and chat:
+        raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
@@ -138,7 +149,7 @@ def generate(
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"--{name} has no say in mode {settings.mode}, got {value}")
-    ids = encode(model, [text_or_ids], chat=chat)  # type: ignore[arg-type]
+    ids = encode(model, [asked], chat=chat)
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
         warn_untrained(model, settings.mode)  # copies alone need no training
@@ -169,12 +180,12 @@ def generate(
         print_json(answer)
         return
     print(generation.text if show_steps else "", flush=True)
-    if not (generation.text or chat or prompt_ids) and model.tokenizer.chat_template is not None:
+    if not (generation.text or chat or messages or prompt_ids) and model.tokenizer.chat_template is not None:
         err.print(
             f"the answer is empty: {model.name} knows chat turns, and --chat makes the prompt one",
             style="yellow",
         )
-    if not generation.text and chat and generation.finish_reason == "eos":
+    if not generation.text and (chat or messages) and generation.finish_reason == "eos":
         err.print(f"the answer is empty: {model.name} ended its turn at once", style="yellow")
     err.print(
         f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
@@ -364,9 +375,15 @@ def _without_break(text: str) -> str:
 
 
 def _read_prompt(
-    model: str, text: str | None, prompt: str | None, file: Path | None, ids: str | None
-) -> str | list[int]:
-    sources = {"PROMPT": text, "--prompt": prompt, "--prompt-file": file, "--prompt-ids": ids}
+    model: str,
+    text: str | None,
+    prompt: str | None,
+    file: Path | None,
+    messages: Path | None,
+    ids: str | None,
+) -> str | list[int] | list[dict[str, str]]:
+    sources = {"PROMPT": text, "--prompt": prompt, "--prompt-file": file}
+    sources |= {"--messages": messages, "--prompt-ids": ids}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"give one prompt: {' and '.join(given)} exclude each other")
@@ -375,6 +392,8 @@ def _read_prompt(
             return [int(token) for token in ids.split(",")]
         except ValueError:
             raise ValueError(f"--prompt-ids must be numbers such as 1,2,3, got {ids!r}") from None
+    if messages is not None:
+        return _read_messages(messages)
     if file is not None:
         try:
             text = _without_break(file.read_text(encoding="utf-8"))
@@ -387,7 +406,8 @@ def _read_prompt(
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError(
-                f"no prompt for MODEL {model}: give PROMPT, --prompt-file, --prompt-ids or stdin"
+                f"no prompt for MODEL {model}: give PROMPT, --prompt-file, --messages, "
+                "--prompt-ids or stdin"
             )
         if not (text := _without_break(sys.stdin.read())):
             raise ValueError(
@@ -395,3 +415,13 @@ def _read_prompt(
             )
     text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
     return text
+
+
+def _read_messages(file: Path) -> list[dict[str, str]]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"--messages {file} is no JSON: {error}") from None
+    if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        raise ValueError(f"--messages {file} must hold a list of messages, role and content each")
+    return found
