@@ -372,10 +372,10 @@ class Model:
 
     def __repr__(self) -> str:
         millions = sum(weight.numel() for weight in self.network.parameters()) / 1e6
-        dtype = str(self.dtype).removeprefix("torch.")
+        kind, dtype = type(self.network).__name__, str(self.dtype).removeprefix("torch.")
         return (
-            f"<setblock.Model {self.name!r}: {type(self.network).__name__}, {millions:,.1f} million "
-            f"parameters, {dtype} on {self.device}, mode {self.defaults['mode']!r}>"
+            f"<setblock.Model {self.name!r}: {kind}, {millions:,.1f} million parameters, {dtype} "
+            f"on {self.device}, mode {self.defaults['mode']!r}>"
         )
 
     def in_template(self, turns: Conversation) -> str:
@@ -400,7 +400,9 @@ class Model:
             )
         except Exception as error:  # a template is a program: it may raise anything
             why = " ".join((str(error) or type(error).__name__).split())
-            raise ModelError(f"the chat template of {self.name} refuses the messages: {why}") from None
+            raise ModelError(
+                f"the chat template of {self.name} refuses the messages: {why}"
+            ) from None
 
     def piece(self, token: int) -> str:
         """The text of one token; the name of a special one, which is no part of an answer."""

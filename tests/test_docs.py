@@ -68,11 +68,23 @@ def test_there_are_commands() -> None:
     assert blocks("python")
 
 
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are linked by."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    names = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", name.lower()).strip().replace(" ", "-") for name in names}
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if "://" in target:
+                continue
+            place = page.parent / target if target else page
+            assert place.exists(), f"{page.name} links to {target}"
+            if anchor and place.suffix == ".md":
+                assert anchor in anchors(place), f"{page.name} links to {target}#{anchor}"
 
 
 def test_the_table_of_lossless_decoding_is_the_records() -> None:

@@ -180,7 +180,8 @@ def generate(
         print_json(answer)
         return
     print(generation.text if show_steps else "", flush=True)
-    if not (generation.text or chat or messages or prompt_ids) and model.tokenizer.chat_template is not None:
+    plain = not (chat or messages or prompt_ids)
+    if not generation.text and plain and model.tokenizer.chat_template is not None:
         err.print(
             f"the answer is empty: {model.name} knows chat turns, and --chat makes the prompt one",
             style="yellow",
