@@ -10,6 +10,7 @@ import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from setblock import nano
 from setblock.cli import main
+from setblock.generation import generate
 from setblock.loading import load
 from setblock.roofline import ACCEPTANCE
 
@@ -185,6 +187,40 @@ def test_plot_log(tmp_path):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run("plot_log.py", log, "--out", tmp_path / "losses.svg")
     assert "<svg" in (tmp_path / "losses.svg").read_text()
+
+
+def test_demo_svg(monkeypatch, tmp_path):
+    module, run_here = imported(monkeypatch, "demo_svg")
+    out = tmp_path / "demo.svg"
+    words = ("--model", "nano", "--prompt", "What is 2 + 3?", "--solver", "confidence:0.9")
+    said = run_here(*words, "--tick-ms", 100, "--out", out)
+    exact, ours = (
+        generate(load("nano"), "What is 2 + 3?", chat=True, **options)[0]
+        for options in ({"mode": "ntp"}, {"mode": "sbd", "solver": "confidence:0.9"})
+    )
+    assert said.strip().endswith(f"{out}: {exact.nfe} forwards, {ours.nfe} forwards")
+    drawn = ElementTree.fromstring(out.read_text())
+    words = [
+        ("".join(one.itertext()), float(one.get("x", 0)), [*one])
+        for one in drawn.iter("{http://www.w3.org/2000/svg}text")
+    ]
+    titles = [text for text, _, moves in words if not moves]
+    assert titles == ["token by token", "set block decoding"]
+    middle = float(drawn.get("width", 0)) / 2
+    for answer, here in (
+        (exact, [one for one in words if one[1] < middle]),
+        (ours, [one for one in words if one[1] > middle]),
+    ):
+        told = f"{answer.num_tokens} tokens, {answer.nfe} forwards"
+        *shown, (last, _, _) = [one for one in here if one[2]]
+        assert last == told
+        assert "".join(text for text, _, _ in shown).replace(" ", "") == "".join(
+            answer.text.split()
+        )
+        # As many different moments as forwards that revealed words.
+        moments = {one[2][0].get("keyTimes") for one in shown}
+        assert 1 < len(moments) <= answer.nfe
+    assert module.appearing(0.5, 100) in module.words(0, 0, "a", "red", module.appearing(0.5, 100))
 
 
 @pytest.mark.parametrize("row", ["sbd gated"])
