@@ -53,6 +53,7 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
         (["--prompt", "a", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
         (["--promt", "a"], "No such option: --promt"),
+        (["-5 + 3?"], "No such option: -5; what begins with a dash and is no option goes last, a"),
         (
             ["--prompt", "a", "--mode", "ntp", "--solver", "fixed:2"],
             "--solver has no say in mode n",

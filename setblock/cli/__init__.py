@@ -58,6 +58,8 @@ def main() -> None:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
         message = error.format_message().replace(": Value error, ", ": ")
+        if message.startswith("No such option: -") and not message.startswith("No such option: --"):
+            message += "; what begins with a dash and is no option goes last, after --"
         fail(message or "a command is missing", error.exit_code)
     except OSError as error:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
