@@ -178,9 +178,9 @@ def _in_turns(
     # With room behind, as in decoding.
     cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes) + 1)
     for first in range(0, cached, CHUNK):
-        position = torch.arange(first, min(first + CHUNK, cached), device=model.device)
+        position = torch.arange(first, min(first + CHUNK, cached))
         layout = causal_layout(position.expand(batch_size, -1))
-        tokens = torch.full(layout.position.shape, model.pad_token_id, device=model.device)
+        tokens = torch.full(layout.position.shape, model.pad_token_id)
         model.forward(tokens, layout, cache, logits_at=position[:0])
         cache.keep(torch.full((batch_size,), len(position)))
 
@@ -198,10 +198,10 @@ def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: i
     logits of so many.
     """
     first = cache.lengths
-    position = first[:, None] + torch.arange(count, device=model.device)
+    position = first[:, None] + torch.arange(count)
     layout = decoding_layout(position, first + count - noisy, first + count)
-    tokens = torch.full(position.shape, model.mask_token_id, device=model.device)
-    picked = torch.arange(count - wanted, count, device=model.device)
+    tokens = torch.full(position.shape, model.mask_token_id)
+    picked = torch.arange(count - wanted, count)
     begin = now(model)
     model.forward(tokens, layout, cache, picked)
     return now(model) - begin

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from setblock.masks import CLEAN, PADDING, Layout
+from setblock.transfer import to_device
 
 # What a network's forward calls its cache: transformers has a new name for it since 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
@@ -55,9 +56,8 @@ class _Slots:
     """Where a forward writes; shared by a cache and its layers, so that neither holds the other."""
 
     capacity: int
-    lengths: list[int]  # the host's copy of PrefixCache.lengths
     grain: int  # `end` is a multiple of it
-    longest: int = 0  # of `lengths`
+    longest: int = 0  # of the prefixes
     end: int = 0  # the last slot that any row writes lies before it
     index: Int[Tensor, "batch length"] | None = None  # None: every row writes at `longest`
     row: Int[Tensor, "batch 1"] | None = None  # the number of each row, beside `index`
@@ -92,14 +92,13 @@ class _PrefixLayer(CacheLayerMixin):
                 memory[self.slots.row, :, index] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, at the front of the memory; those that stand there already stay."""
+    def select(self, places: Tensor, rows: Tensor, count: int) -> None:
+        """Put these rows in these places, and keep the first `count` places."""
         if not self.is_initialized:
             return
-        moved = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
         for memory in (self.keys, self.values):
-            memory[moved] = memory[indices[moved]]
-        self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
+            memory[places] = memory[rows]
+        self.keys, self.values = self.keys[:count], self.values[:count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.longest + query_length, 0
@@ -114,6 +113,7 @@ class _PrefixLayer(CacheLayerMixin):
 class PrefixCache(Cache):
     """Keys and values of clean tokens; row b's prefix is slots 0..lengths[b]-1, by position.
 
+    lengths  [batch], on the host
     A forward writes its query tokens to slots lengths[b]+i. They are scratch, overwritten by the
     next forward, unless keep() makes the first of them part of the prefix.
     """
@@ -123,7 +123,6 @@ class PrefixCache(Cache):
         num_layers: int,
         batch: int,
         capacity: int,
-        device: torch.device,
         memory: Memory | None = None,
         grain: int = 1,
     ) -> None:
@@ -132,20 +131,23 @@ class PrefixCache(Cache):
         grain: forwards look at a multiple of so many slots, of which `memory` holds one.
         """
         self.memory = memory = memory or Memory(batch, capacity)
-        self.slots = _Slots(memory.capacity, [0] * batch, grain)
-        self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
+        self.slots = _Slots(memory.capacity, grain)
+        self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long)
+        self.there = self.lengths  # on the device, since the first `stage`
         self.keepable: Int[Tensor, " batch"] | None = None
         super().__init__(layers=[_PrefixLayer(self.slots, memory, i) for i in range(num_layers)])
 
-    def stage(self, queries: Layout) -> None:
+    def stage(self, queries: Layout, lengths: Int[Tensor, " batch"] | None = None) -> None:
         """Say what the next forward writes.
 
+        queries: on the host. lengths: the cache's own, on the device, if that is another place.
         Raises: ValueError if it does not fit.
         """
         batch, num_queries = queries.position.shape
         slots = self.slots
-        assert batch == len(slots.lengths), f"{batch} rows, but the cache has {len(slots.lengths)}"
-        slots.longest = max(slots.lengths)
+        assert batch == len(self.lengths), f"{batch} rows, but the cache has {len(self.lengths)}"
+        self.there = self.lengths if lengths is None else lengths
+        slots.longest = int(self.lengths.max())
         needed = slots.longest + num_queries
         slots.end = -(-needed // slots.grain) * slots.grain
         if slots.end > slots.capacity:
@@ -153,47 +155,54 @@ class PrefixCache(Cache):
                 f"a prefix of {slots.longest} tokens and {num_queries} query tokens exceed the "
                 f"cache's capacity of {slots.capacity}"
             )
-        index = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
-        slots.index = index if slots.grain > 1 or len(set(slots.lengths)) > 1 else None
-        slots.row = self.memory.numbers(batch, index.device)
+        differ = bool((self.lengths != slots.longest).any())
+        following = torch.arange(num_queries, device=self.there.device)
+        slots.index = self.there[:, None] + following if slots.grain > 1 or differ else None
+        slots.row = self.memory.numbers(batch, self.there.device)
         # Only a run of clean tokens that starts in its own place can extend the prefix.
         clean = (queries.block == CLEAN) & (queries.document != PADDING)
-        self.keepable = (clean & (queries.position == index)).long().cumprod(dim=1).sum(dim=1)
+        place = self.lengths[:, None] + torch.arange(num_queries)
+        self.keepable = (clean & (queries.position == place)).long().cumprod(dim=1).sum(dim=1)
 
     def keep(self, counts: Int[Tensor, " batch"]) -> None:
         """Make the first counts[b] query tokens of the last forward part of row b's prefix.
 
-        Asserts that they were clean and continued the prefix; once per forward. One device sync.
+        Asserts that they were clean and continued the prefix; once per forward.
         """
         assert self.keepable is not None, "keep() twice after one forward, or before any"
-        counts = counts.to(self.lengths)
-        wanted, keepable = torch.stack([counts, self.keepable]).tolist()
-        assert all(0 <= n <= limit for n, limit in zip(wanted, keepable, strict=True)), (
-            f"asked to keep {wanted} query tokens, of which only {keepable} are clean and in place"
+        assert ((counts >= 0) & (counts <= self.keepable)).all(), (
+            f"asked to keep {counts.tolist()} query tokens, of which only "
+            f"{self.keepable.tolist()} are clean and in place"
         )
         self.lengths = self.lengths + counts
-        self.slots.lengths = [old + n for old, n in zip(self.slots.lengths, wanted, strict=True)]
         self.keepable = None
 
     def forget(self, counts: Int[Tensor, " batch"]) -> None:
-        """Take the last counts[b] tokens of row b's prefix out of it. One device sync."""
+        """Take the last counts[b] tokens of row b's prefix out of it."""
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
-        self.slots.lengths = self.lengths.tolist()
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep only these rows, in this order, each once. Copies those that move; device syncs."""
-        rows = rows.to(self.lengths)
+        """Keep only these rows, in this order, each once, at the front of the memory.
+
+        Copies those that move.
+        """
         self.lengths = self.lengths[rows]
-        self.slots.lengths = [self.slots.lengths[row] for row in rows.tolist()]
         self.keepable = None if self.keepable is None else self.keepable[rows]
-        self.batch_select_indices(rows)
+        moved = (rows != torch.arange(len(rows))).nonzero()[:, 0]
+        places, sources = to_device(self.there.device, moved, rows[moved])
+        for layer in self.layers:
+            assert isinstance(layer, _PrefixLayer)
+            layer.select(places, sources, len(rows))
 
     def keys_layout(self, queries: Layout) -> Layout:
-        """Places of all slots that a forward looks at: prefix, then queries, then padding."""
+        """Places of all slots that a forward looks at: prefix, then queries, then padding.
+
+        queries: on the device.
+        """
         num_queries = queries.position.shape[1]
-        slot = torch.arange(self.slots.end, device=self.lengths.device)
-        query = slot - self.lengths[:, None]
+        slot = torch.arange(self.slots.end, device=self.there.device)
+        query = slot - self.there[:, None]
         prefix, padding = query < 0, query >= num_queries
         at = queries.map(lambda tensor: tensor.gather(1, query.clamp(0, num_queries - 1)))
         return Layout(

@@ -1,10 +1,11 @@
 """Set block decoding and next-token decoding on one code path.
 
-`Rows` holds what every way of decoding keeps of a batch, each row at its own length; `DecodeState`
-adds stages: `step()` runs one forward for all rows. A row's text is final before `start`; in mode
-"sbd" a block of `block_size` slots stands behind it, in mode "ntp" nothing. A forward takes the
-final tokens that are not in the cache yet (the prompt, the block just finished, or the last token),
-then the block; the keys of the former are kept, the block's are not.
+`Rows` holds what every way of decoding keeps of a batch, each row at its own length. It lies on the
+host: the device has the network, the cache and logits, and a step waits for it to choose tokens.
+`DecodeState` adds stages: `step()` runs one forward for all rows. A row's text is final before
+`start`; in mode "sbd" a block of `block_size` slots stands behind it, in mode "ntp" nothing. A
+forward takes the final tokens that are not in the cache yet (the prompt, the block just finished,
+or the last token), then the block; the keys of the former are kept, the block's are not.
 Source: arXiv:2509.04185 algorithms 2 and 3.
 """
 
@@ -21,6 +22,7 @@ from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, entropy
+from setblock.transfer import to_device, to_host
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
@@ -178,19 +180,18 @@ class Rows:
         # A forward may look at a whole block or draft from any position on.
         block = min(max(settings.block_size, settings.lookup + 1), settings.max_new_tokens)
         capacity = max(lengths) + settings.num_slots + block
-        tokens = torch.full((len(prompts), capacity), model.mask_token_id)
+        self.tokens = torch.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
-            tokens[slot, : len(prompt)] = torch.tensor(prompt)
-        self.tokens = tokens.to(model.device)
-        self.start = torch.tensor(lengths, device=model.device)
+            self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
+        self.start = torch.tensor(lengths)
         self.prompt_end = self.start.clone()
         self.limit = self.start + settings.max_new_tokens
-        self.rows = torch.tensor(list(rows), device=model.device)
+        self.rows = torch.tensor(list(rows))
         self.nfe = torch.zeros_like(self.start)
         self.revealed_at = torch.zeros_like(self.tokens)
-        self.entropy = torch.zeros(self.tokens.shape, device=model.device)
+        self.entropy = torch.zeros(self.tokens.shape)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
-        self.eos = torch.tensor(self.ends, dtype=torch.long, device=model.device)
+        self.eos = torch.tensor(self.ends, dtype=torch.long)
         self.cache = model.new_cache(len(prompts), capacity + scratch)
         self.prefill_forwards = 1
 
@@ -205,10 +206,10 @@ class Rows:
             width = int(count.max())
             if width == 0:
                 return
-            position = cached[:, None] + torch.arange(width, device=cached.device)
+            position = cached[:, None] + torch.arange(width)
             queries = self.tokens.gather(1, position)
             layout = decoding_layout(position, cached + count, cached + count)
-            none = torch.empty(0, dtype=torch.long, device=cached.device)
+            none = torch.empty(0, dtype=torch.long)
             self.model.forward(queries, layout, self.cache, logits_at=none)
             self.cache.keep(count)
             self.prefill_forwards += 1
@@ -223,9 +224,9 @@ class Rows:
 
     def committed(self, slot: int) -> tuple[list[int], bool]:
         """Ids of a batch slot's gapless answer so far, and whether EOS or the limit ends it."""
-        last = int(self.limit[slot])
-        first = last - self.settings.max_new_tokens
-        answer = self.tokens[slot, first:last].tolist()
+        last, first = int(self.limit[slot]), int(self.prompt_end[slot])
+        known = min(last, int(self.start[slot]) + self.settings.block_size)  # behind it masks
+        answer = self.tokens[slot, first:known].tolist()
         if self.model.mask_token_id in answer:
             answer = answer[: answer.index(self.model.mask_token_id)]
         if ends := [answer.index(token) for token in self.ends if token in answer]:
@@ -234,7 +235,7 @@ class Rows:
 
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""
-        index = torch.tensor(slots, device=self.tokens.device)
+        index = torch.tensor(slots)
         for name in self.PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.cache.select(index)
@@ -251,7 +252,7 @@ class Rows:
         Float[Tensor, "batch others width"],
     ]:
         """Logits of each row's wanted query tokens, and of some that all rows want; of these also
-        what a chain's scores depend on.
+        what a chain's scores depend on. All on the device.
         """
         needed = wanted[0] if len(wanted) == 1 else torch.unique(wanted)
         columns = needed if others is None else torch.cat([needed, others])
@@ -262,7 +263,7 @@ class Rows:
             logits, context = self.model.forward_to_draft(queries, layout, self.cache, columns)
         own, first = logits[:, : len(needed)], len(needed)
         if len(wanted) > 1:
-            index = torch.searchsorted(needed, wanted)
+            [index] = to_device(logits.device, torch.searchsorted(needed, wanted))
             own = own.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
         return own, logits[:, first:], context[:, first:]
 
@@ -271,11 +272,11 @@ class Rows:
         where: Bool[Tensor, "batch slots"],
         slots: Int[Tensor, "batch slots"],
         chosen: Int[Tensor, "batch slots"],
-        logits: Float[Tensor, "batch slots vocab"],
+        nats: Float[Tensor, "batch slots"],
     ) -> Bool[Tensor, "batch length"]:
-        """Write the chosen tokens at these positions; True there."""
+        """Write the chosen tokens and their entropies at these positions; True there."""
         inside = slots.clamp(max=self.tokens.shape[1] - 1)
-        values = (chosen, self.nfe[:, None].expand_as(slots), entropy(logits))
+        values = (chosen, self.nfe[:, None].expand_as(slots), nats)
         for target, value in zip(
             (self.tokens, self.revealed_at, self.entropy), values, strict=True
         ):
@@ -306,16 +307,16 @@ class DecodeState(Rows):
         self.by_token_until = torch.zeros_like(self.start) if self.block_size else self.limit + 1
 
     def step(self) -> Bool[Tensor, "batch length"]:
-        cached = self.cache.lengths.clone()
+        cached = self.cache.lengths
         prefill = (self.nfe == 0) & (cached < self.prompt_end)
         by_token = self.start < self.by_token_until
         end = torch.where(prefill | by_token, self.start, self.start + self.block_size)
         num_queries = int((end - cached).max())
-        position = cached[:, None] + torch.arange(num_queries, device=cached.device)
+        position = cached[:, None] + torch.arange(num_queries)
         layout = decoding_layout(position, self.start, end)
         queries = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
         width = max(self.block_size, 1)
-        slots = self.start[:, None] + torch.arange(width, device=cached.device)
+        slots = self.start[:, None] + torch.arange(width)
         # A masked slot predicts itself, no shift; the last final token predicts the next one.
         exact = (by_token | self.settings.next_token_seed) & (cached < self.start)
         predicting = slots.clone()
@@ -331,24 +332,29 @@ class DecodeState(Rows):
         self.nfe = self.nfe + yields.long()
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
+        chosen, nats = self.settings.sampler.pick(logits, self.rows, slots), entropy(logits)
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:
-                open_slots = self._fall_back(logits, open_slots, self.settings.fallback)
-            reveal |= self.settings.solver.reveal(logits, open_slots)
-        chosen = self.settings.sampler.pick(logits, self.rows, slots)
-        revealed = self._reveal(reveal, slots, chosen, logits)
+                [known] = to_host(nats)
+                open_slots = self._fall_back(known, open_slots, self.settings.fallback)
+            solved = self.settings.solver.reveal(logits, *to_device(logits.device, open_slots))
+            chosen, nats, solved = to_host(chosen, nats, solved)
+            reveal |= solved
+        else:
+            chosen, nats = to_host(chosen, nats)
+        revealed = self._reveal(reveal, slots, chosen, nats)
         self._move_on(slots, yields)
         return revealed
 
     def _fall_back(
         self,
-        logits: Float[Tensor, "batch slots vocab"],
+        nats: Float[Tensor, "batch slots"],
         open_slots: Bool[Tensor, "batch slots"],
         bound: float,
     ) -> Bool[Tensor, "batch slots"]:
         """The slots that the solver may still choose from; a collapsed block has none."""
-        sure = (open_slots & (entropy(logits) <= bound)).any(dim=1)
+        sure = (open_slots & (nats <= bound)).any(dim=1)
         collapsed = open_slots.any(dim=1) & ~sure
         until = self.start + self.block_size
         self.by_token_until = torch.where(collapsed, until, self.by_token_until)

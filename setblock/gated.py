@@ -172,9 +172,11 @@ class MaskEmbedding(torch.nn.Module):
 
 
 @contextmanager
-def opened(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
+def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, Any]]:
     """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
     on, for one that is trained, or for none.
+
+    layout: on the host; there: the same on the device.
     """
     gate: Gate | None = getattr(network, "setblock_gate", None)
     if gate is None:
@@ -189,6 +191,7 @@ def opened(network: Any, layout: Layout) -> Iterator[dict[str, Any]]:
         first = line.index(True) if some else 0
         gate.whole = all(line[first:])
     # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
+    noisy = there.block != CLEAN
     gate.noisy = noisy[:, first:, None].clone() if some else None
     try:
         yield {}

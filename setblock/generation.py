@@ -326,8 +326,10 @@ def _stream_batch(
             if generation is None and not in_pieces:
                 continue
             first = int(state.prompt_end[slot])
-            drafts = revealed[slot].nonzero()[:, 0].tolist()
-            drafts = tuple((place - first, int(state.tokens[slot, place])) for place in drafts)
+            places = revealed[slot].nonzero()[:, 0]
+            drafts = tuple(
+                zip((places - first).tolist(), state.tokens[slot, places].tolist(), strict=True)
+            )
             if drafts:
                 paused = time.perf_counter()
                 yield Reveal(row, int(state.nfe[slot]), drafts, text, generation)

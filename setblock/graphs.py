@@ -74,8 +74,7 @@ class Graphs:
         else:
             self._free.clear()  # too small, and its graphs with it
             recorded = Recorded(Memory(batch, capacity))
-        device = self.network.device
-        cache = PrefixCache(num_layers, batch, capacity, device, recorded.memory, GRAIN)
+        cache = PrefixCache(num_layers, batch, capacity, recorded.memory, GRAIN)
         self._of[cache] = recorded
         weakref.finalize(cache, self._free.append, recorded).atexit = False
         return cache

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from setblock.masks import causal_layout
 from setblock.model import Model
+from setblock.transfer import to_device, to_host
 
 QUERIES = 256  # tokens of a forward: its logits are all that is held at a time
 
@@ -50,24 +51,25 @@ def score(model: Model, ids: Sequence[int], first: int) -> Scores:
         raise ValueError(
             f"a text of {len(ids)} tokens exceeds the model's context of {model.context_length}"
         )
-    tokens = torch.tensor([list(ids)], device=model.device)
+    tokens = torch.tensor([list(ids)])
     cache = model.new_cache(1, len(ids))
     logprobs, likeliest = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
     for begin in range(0, len(ids) - 1, QUERIES):
         end = min(begin + QUERIES, len(ids) - 1)
-        position = torch.arange(begin, end, device=model.device)
+        position = torch.arange(begin, end)
         judged = (position >= first - 1).nonzero()[:, 0]
         # The last token's logits are wanted at least: no index at all would mean all of them.
-        wanted = judged if len(judged) else torch.tensor([end - begin - 1], device=model.device)
+        wanted = judged if len(judged) else torch.tensor([end - begin - 1])
         logits = model.forward(
             tokens[:, begin:end], causal_layout(position[None]), cache, logits_at=wanted
         )
         cache.keep(torch.tensor([end - begin]))
         if len(judged):
-            target = tokens[0, position[judged] + 1]
+            [target] = to_device(logits.device, tokens[0, position[judged] + 1])
             found = logits[0].log_softmax(dim=-1).gather(1, target[:, None])[:, 0]
-            logprobs.append(found.cpu())
-            likeliest.append((logits[0].argmax(dim=-1) == target).cpu())
+            found, right = to_host(found, logits[0].argmax(dim=-1) == target)
+            logprobs.append(found)
+            likeliest.append(right)
     return Scores(torch.cat(logprobs), torch.cat(likeliest))
 
 

@@ -29,6 +29,7 @@ from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, any_of, checked_settings
 from setblock.graphs import Graphs
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
+from setblock.transfer import to_device
 
 COMPILE = ("on", "kernels", "graphs")
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
@@ -192,7 +193,7 @@ class Model:
         layers = self.network.config.num_hidden_layers
         if self._graphs is not None:
             return self._graphs.cache(layers, batch, capacity)
-        return PrefixCache(layers, batch, capacity, self.device)
+        return PrefixCache(layers, batch, capacity)
 
     def least_bytes(self, tokens: int) -> int:
         """Memory that the weights need, shared ones once, and the keys and values of so many
@@ -225,29 +226,40 @@ class Model:
     ) -> tuple[Float[Tensor, "batch picked vocab"], Float[Tensor, "batch picked width"]]:
         """(logits, what the chain's scores depend on; of width 0 without a chain).
 
+        tokens, layout, logits_at: on the host. The results are on the device.
         layout: the places of `tokens`; with a cache the tokens follow each row's prefix.
         logits_at: indices of the query tokens whose logits are wanted, for all rows; None for all.
         Effects: writes the tokens' keys and values to the cache as scratch.
         Raises: ValueError if they do not fit into the cache.
         """
-        keys, mask, run = layout, None, self._run
+        some = tokens[0, :0] if logits_at is None else logits_at
+        lengths = tokens[:0, 0] if cache is None else cache.lengths
+        tokens, *places, lengths, picked = to_device(
+            self.device, tokens, *layout.tensors(), lengths, some
+        )
+        logits_at = None if logits_at is None else picked
+        queries = Layout(*places)
+        position, keys, mask, run = queries.position, queries, None, self._run
         if cache is not None:
             wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
-                self.watch(cache.slots.lengths, layout, wanted)
+                self.watch(cache.lengths.tolist(), layout, wanted)
             if self._compiled is not None and wanted and tokens.shape[1] <= MOST_COMPILED:
-                run = self._compiled if min(cache.slots.lengths) else run
-            cache.stage(layout)
+                run = self._compiled if int(cache.lengths.min()) else run
+            if run is self._compiled and self._graphs is None and self.device.type != "cpu":
+                # Tensors of their own: kernels are made for each place that a view begins at.
+                tokens, position, logits_at = tokens.clone(), position.clone(), picked.clone()
+            cache.stage(layout, lengths)
             # A row's one token sees whatever stands before it.
             if tokens.shape[1] == 1 and self._takes_one_mask():
                 slots = torch.arange(cache.slots.end, device=tokens.device)
-                mask = (slots <= cache.lengths[:, None])[:, None, None]
+                mask = (slots <= lengths[:, None])[:, None, None]
             else:
-                keys = cache.keys_layout(layout)
+                keys = cache.keys_layout(queries)
         if mask is None:
-            mask = attention_mask(self.network, layout, keys, self._windows)
-        with gated.opened(self.network, layout) as told:
-            output = run(tokens, layout.position, mask, cache, logits_at, told)
+            mask = attention_mask(self.network, queries, keys, self._windows)
+        with gated.opened(self.network, layout, queries) as told:
+            output = run(tokens, position, mask, cache, logits_at, told)
         width = 0 if self.chain is None else self.chain.width
         return output[..., : output.shape[-1] - width], output[..., output.shape[-1] - width :]
 

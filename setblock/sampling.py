@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from setblock.transfer import to_device
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -46,6 +48,7 @@ class Sampler:
     ) -> Int[Tensor, "batch block"]:
         """The token of each slot; ties go to the smaller id.
 
+        logits: on any device, where the result will be; rows, position: there, or on the host.
         rows: index of each row in the user's input, not its slot in the batch.
         position: absolute positions in the text, the prompt counted.
         seeds: one for each row, instead of `seed`.
@@ -75,6 +78,7 @@ class Sampler:
         kept = logits / self.temperature
         if truncate:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
+        rows, position = to_device(logits.device, rows, position)
         seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
         if ids is None:
             ids = torch.arange(logits.shape[-1], device=logits.device)

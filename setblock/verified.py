@@ -27,6 +27,8 @@ from setblock.chain import joined
 from setblock.decode import Rows, Settings
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
+from setblock.solvers import entropy
+from setblock.transfer import to_device, to_host
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
 WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
@@ -57,7 +59,7 @@ class VerifiedRows(Rows):
         super().__init__(model, prompts, rows, settings, scratch)
         self.block_size = min(settings.block_size, settings.max_new_tokens)
         shape = len(prompts), width
-        self.draft = torch.full(shape, model.mask_token_id, device=model.device)
+        self.draft = torch.full(shape, model.mask_token_id)
         self.length = torch.zeros_like(self.start)
         self.copied = torch.zeros_like(self.start, dtype=torch.bool)
 
@@ -65,7 +67,7 @@ class VerifiedRows(Rows):
         """(tokens, positions) of each row's text without keys, its draft included, up to `end`."""
         cached = self.cache.lengths
         width = int((end - cached).max())
-        position = cached[:, None] + torch.arange(width, device=cached.device)
+        position = cached[:, None] + torch.arange(width)
         tokens = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
         if self.draft.shape[1]:
             offset = position - self.start[:, None]
@@ -75,7 +77,7 @@ class VerifiedRows(Rows):
 
     def _places(self, count: int) -> Int[Tensor, "batch count"]:
         """The positions start, start + 1, ..."""
-        return self.start[:, None] + torch.arange(count, device=self.start.device)
+        return self.start[:, None] + torch.arange(count)
 
     def _verify(
         self, logits: Float[Tensor, "batch verified vocab"], verifying: Bool[Tensor, " batch"]
@@ -88,12 +90,12 @@ class VerifiedRows(Rows):
         """
         longest = logits.shape[1] - 1
         places = self._places(longest + 1)
-        said = self._said(logits, places)
-        offset = torch.arange(longest + 1, device=places.device)
+        said, nats = self._said(logits, places)
+        offset = torch.arange(longest + 1)
         same = (said[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
         accepted = same.long().cumprod(dim=1).sum(dim=1)
         final = (offset <= accepted[:, None]) & verifying[:, None]
-        revealed = self._reveal(final, places, said, logits)
+        revealed = self._reveal(final, places, said, nats)
         kept = torch.where(verifying, self.start - self.cache.lengths + accepted, 0)
         self.cache.keep(kept)
         self.start = torch.where(verifying, self.start + accepted + 1, self.start)
@@ -101,8 +103,9 @@ class VerifiedRows(Rows):
 
     def _said(
         self, logits: Float[Tensor, "batch verified vocab"], places: Int[Tensor, "batch verified"]
-    ) -> Int[Tensor, "batch verified"]:
-        """The tokens of next-token decoding; with lenience, drafted ones that are nearly as likely.
+    ) -> tuple[Int[Tensor, "batch verified"], Float[Tensor, "batch verified"]]:
+        """(the tokens of next-token decoding, or with lenience drafted ones that are nearly as
+        likely; the entropies of their distributions), on the host.
 
         With lenience l a drafted token takes the place of another if its probability, sampling's
         temperature and noise included, is at least l times that one's. Two things stay as they are:
@@ -111,17 +114,21 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
-        exact = sampler.pick(logits, self.rows, places)
+        exact, nats = sampler.pick(logits, self.rows, places), entropy(logits)
         if self.settings.lenience == 1 or not longest:
-            return exact
+            exact, nats = to_host(exact, nats)
+            return exact, nats
         scores = sampler.perturbed(logits[:, :-1], self.rows, places[:, :-1]).float()
-        draft, own = self.draft[:, :longest], exact[:, :-1]
+        draft = self.draft[:, :longest]
+        [drafted] = to_device(scores.device, draft)
         least = scores.amax(dim=-1) + math.log(self.settings.lenience)
-        near = scores.gather(-1, draft[..., None])[..., 0] >= least
-        near &= torch.arange(longest, device=near.device) < self.length[:, None]
+        near = scores.gather(-1, drafted[..., None])[..., 0] >= least
+        exact, nats, near = to_host(exact, nats, near)
+        own = exact[:, :-1]
+        near &= torch.arange(longest) < self.length[:, None]
         near &= ~self.copied[:, None]
         near &= ~torch.isin(draft, self.eos) & ~torch.isin(own, self.eos)
-        return torch.cat([torch.where(near, draft, own), exact[:, -1:]], dim=1)
+        return torch.cat([torch.where(near, draft, own), exact[:, -1:]], dim=1), nats
 
     def _useful(self, draft: Int[Tensor, "batch draft"]) -> Int[Tensor, " batch"]:
         """How many tokens of a draft behind `start` are worth a query.
@@ -155,7 +162,7 @@ class SolverDrafts(VerifiedRows):
         self.drafting = torch.zeros_like(self.start, dtype=torch.bool)
 
     def step(self) -> Bool[Tensor, "batch length"]:
-        cached = self.cache.lengths.clone()
+        cached = self.cache.lengths
         drafting, verifying = self.drafting, ~self.drafting
         block_end = torch.minimum(self.start + self.block_size - 1, self.limit)
         end = torch.where(drafting, block_end, self.start + self.length)
@@ -163,7 +170,7 @@ class SolverDrafts(VerifiedRows):
         layout = decoding_layout(position, torch.where(drafting, cached, end), end)
         # A mask predicts itself, a clean token the next one.
         count = torch.where(drafting, self.block_size - 1, self.length + 1)
-        offset = torch.arange(int(count.max()), device=cached.device)
+        offset = torch.arange(int(count.max()))
         predicting = self.start[:, None] - verifying.long()[:, None] + offset
         predicting = torch.minimum(predicting, (end - 1)[:, None])
         logits, _, _ = self._forward(queries, layout, predicting - cached[:, None])
@@ -182,14 +189,16 @@ class SolverDrafts(VerifiedRows):
 
     def _open(self) -> Bool[Tensor, "batch draft"]:
         """Masked slots of the draft that are worth a forward."""
-        offset = torch.arange(self.draft.shape[1], device=self.draft.device)
+        offset = torch.arange(self.draft.shape[1])
         masked = self.draft == self.model.mask_token_id
         return masked & (offset < self._useful(self.draft)[:, None])
 
     def _fill(self, logits: Float[Tensor, "batch draft vocab"]) -> None:
         """What the solver reveals in the blocks of rows that draft."""
-        reveal = self.settings.solver.reveal(logits, self._open() & self.drafting[:, None])
+        open_slots = self._open() & self.drafting[:, None]
+        reveal = self.settings.solver.reveal(logits, *to_device(logits.device, open_slots))
         chosen = self.settings.sampler.pick(logits, self.rows, self._places(self.draft.shape[1]))
+        reveal, chosen = to_host(reveal, chosen)
         self.draft = torch.where(reveal, chosen, self.draft)
 
 
@@ -221,14 +230,12 @@ class BranchDrafts(VerifiedRows):
         self.num_lengths = lengths if size > 1 else 0  # blocks of one token draft nothing
         scratch = width + 1 + size * self.num_lengths * (1 + settings.seeds)
         super().__init__(model, prompts, rows, settings, scratch, width)
-        self.confidence = torch.zeros(self.draft.shape, device=self.draft.device)
+        self.confidence = torch.zeros(self.draft.shape)
         self.sure = torch.zeros_like(self.start, dtype=torch.bool)
-        self.runners = torch.full(
-            (*self.draft.shape, settings.seeds), model.mask_token_id, device=self.draft.device
-        )
+        self.runners = torch.full((*self.draft.shape, settings.seeds), model.mask_token_id)
 
     def step(self) -> Bool[Tensor, "batch length"]:
-        cached = self.cache.lengths.clone()
+        cached = self.cache.lengths
         end = self.start + self.length
         texts, position = self._texts(end)
         layout = decoding_layout(position, end, end)
@@ -236,14 +243,14 @@ class BranchDrafts(VerifiedRows):
         first = self.start[:, None] + accepted
         last = torch.where(used, torch.minimum(first + self.block_size, self.limit[:, None]), first)
         size = int((last - first).max()) if used.any() else 0
-        masks = torch.full((*seeds.shape, size), self.model.mask_token_id, device=seeds.device)
+        masks = torch.full((*seeds.shape, size), self.model.mask_token_id)
         masks[:, :, :1] = seeds[..., None]
         queries = torch.cat([texts, masks.flatten(1)], dim=1)
         layout = layout.cat(branches_layout(first, last, size))
-        offset = torch.arange(int(self.length.max()) + 1, device=cached.device)
+        offset = torch.arange(int(self.length.max()) + 1)
         predicting = self.start[:, None] - 1 + torch.minimum(offset, self.length[:, None])
         # Of a branch all slots but the first, where verification itself puts a token.
-        drafting = torch.arange(texts.shape[1], queries.shape[1], device=cached.device)
+        drafting = torch.arange(texts.shape[1], queries.shape[1])
         drafting = drafting.reshape(-1, max(size, 1))[:, 1:].flatten()
         at = predicting - cached[:, None]
         exact, drafts, context = self._forward(queries, layout, at, drafting)
@@ -269,7 +276,7 @@ class BranchDrafts(VerifiedRows):
         drafting gave it, independently of the others; none that would end the row, and none for a
         row with a sure copy.
         """
-        offset = torch.arange(self.draft.shape[1] + 1, device=self.draft.device)
+        offset = torch.arange(self.draft.shape[1] + 1)
         right = torch.where(offset[:-1] < self.length[:, None], self.confidence, 0)
         one = right.new_ones(len(right), 1)
         reached = torch.cat([one, right.cumprod(dim=1)], dim=1)
@@ -303,7 +310,8 @@ class BranchDrafts(VerifiedRows):
     ) -> None:
         """Take the next draft from each row's best branch; rows without one have no draft.
 
-        context: what a chain's scores depend on, if the model has one; it then joins the tokens.
+        logits, context: on the device. context: what a chain's scores depend on, if the model has
+        one; it then joins the tokens.
         before: how many accepted tokens stand behind a branch's first position.
         """
         self.length = torch.zeros_like(self.length)
@@ -311,47 +319,54 @@ class BranchDrafts(VerifiedRows):
             return
         best, branch = worth.max(dim=1)
         size = logits.shape[1] // worth.shape[1]
-        offset = torch.arange(size, device=branch.device)
+        offset = torch.arange(size)
         first = before.gather(1, branch[:, None]).clamp(0, size - 1)
         slots = branch[:, None] * size + (first + offset).clamp(max=size - 1)
+        last = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
+        slots, last, rows, places = to_device(
+            logits.device, slots, last, self.rows, self._places(size)
+        )
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-        sampler, places, ids = self.settings.sampler, self._places(size), None
+        sampler, ids = self.settings.sampler, None
         if self.model.chain is not None:
             context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
-            logits, ids = self._joined(logits, context)
-        drafted = sampler.pick(logits, self.rows, places, ids=ids)
+            logits, ids = self._joined(logits, context, last, rows, places)
+        drafted = sampler.pick(logits, rows, places, ids=ids)
         at = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
-        self.draft[:, :size] = drafted
-        self.confidence[:, :size] = logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
+        confidence = logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
+        runners = drafted[..., None][..., :0]
         if self.settings.seeds:
             # Whatever verification may say here: nothing is left out for being unlikely.
-            others = sampler.perturbed(logits, self.rows, places, ids=ids, truncate=False)
+            others = sampler.perturbed(logits, rows, places, ids=ids, truncate=False)
             others = others.scatter(-1, at[..., None], -torch.inf)
             ranked = others.topk(min(self.settings.seeds, others.shape[-1]), dim=-1)
             runners = ranked.indices if ids is None else ids.gather(-1, ranked.indices)
             runners = runners.masked_fill(ranked.values == -torch.inf, self.model.mask_token_id)
-            self.runners[:, :size] = self.model.mask_token_id
-            self.runners[:, :size, : runners.shape[-1]] = runners
+        drafted, confidence, runners = to_host(drafted, confidence, runners)
+        self.draft[:, :size], self.confidence[:, :size] = drafted, confidence
+        self.runners[:, :size] = self.model.mask_token_id
+        self.runners[:, :size, : runners.shape[-1]] = runners
         self.length = torch.minimum(self._useful(self.draft), best.clamp(max=size))
 
     def _joined(
         self,
         logits: Float[Tensor, "batch slots vocab"],
         context: Float[Tensor, "batch slots width"],
+        last: Int[Tensor, " batch"],
+        rows: Int[Tensor, " batch"],
+        places: Int[Tensor, "batch slots"],
     ) -> tuple[Float[Tensor, "batch slots candidates"], Int[Tensor, "batch slots candidates"]]:
         """(logits, ids) of the slots' candidates by the model's chain, each slot's given the token
-        drafted before it.
+        drafted before it, the first one's given each row's last final token. All on the device.
         """
-        chain, places = self.model.chain, self._places(logits.shape[1])
-        assert chain is not None
-        before = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
+        assert self.model.chain is not None
 
         def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
             here = places[:, slot : slot + 1]
-            return self.settings.sampler.pick(scores, self.rows, here, ids=ids)
+            return self.settings.sampler.pick(scores, rows, here, ids=ids)
 
         embedding = self.model.network.get_input_embeddings()
-        return joined(chain, embedding, logits, context, before, pick)
+        return joined(self.model.chain, embedding, logits, context, last, pick)
 
     def _look_up(self) -> None:
         """Copy what followed the text's last tokens before, where that promises more.
@@ -360,10 +375,10 @@ class BranchDrafts(VerifiedRows):
         taken to be the same with chance n / (n + 2), and so are those behind it, with n growing.
         """
         copied, run = looked_up(self.tokens, self.start, self.lookup)
-        run = run[:, None] + torch.arange(self.lookup, device=run.device)
+        run = run[:, None] + torch.arange(self.lookup)
         chance = torch.where(run[:, :1] > 0, run / (run + 2), 0)
         reached = chance.cumprod(dim=1)
-        offset = torch.arange(self.draft.shape[1], device=run.device)
+        offset = torch.arange(self.draft.shape[1])
         own = torch.where(offset < self.length[:, None], self.confidence, 0).cumprod(dim=1)
         draft, confidence = self.draft.clone(), self.confidence.clone()
         draft[:, : self.lookup] = copied
@@ -387,19 +402,19 @@ def looked_up(
     end: where each row's text ends. The best match is the longest, up to MOST_MATCHED tokens, and
     of these the latest. What was copied beyond the text's end is copied on.
     """
-    device, size = tokens.device, MOST_MATCHED
-    index = torch.arange(size, device=device)
-    last = end[:, None] - size + index
-    suffix = tokens.gather(1, last.clamp(min=0)).masked_fill(last < 0, -2)
-    padded = torch.nn.functional.pad(tokens, (size, 0), value=-1)
-    # Window i holds the tokens up to and without position i.
-    same = padded.unfold(1, size, 1)[:, : tokens.shape[1]] == suffix[:, None]
-    run = same.flip(2).long().cumprod(dim=2).sum(dim=2)
-    place = torch.arange(tokens.shape[1], device=device)
-    run = torch.where(place < end[:, None], run, 0)
-    match = (run * tokens.shape[1] + place).argmax(dim=1)
-    run = run.gather(1, match[:, None])[:, 0]
-    offset = torch.arange(count, device=device)
+    match, run = torch.zeros_like(end), torch.zeros_like(end)
+    for row, (line, last) in enumerate(zip(tokens, end.tolist(), strict=True)):
+        # Places behind a match of `matched` tokens, in ascending order.
+        places, matched = torch.arange(1, last), 0
+        while matched < MOST_MATCHED:
+            same = line[places - 1 - matched] == line[last - 1 - matched]
+            longer = places[same & (places > matched)]
+            if not len(longer):
+                break
+            places, matched = longer, matched + 1
+        if matched:
+            match[row], run[row] = places[-1], matched
+    offset = torch.arange(count)
     period = (end - match).clamp(min=1)
     copied = tokens.gather(1, match[:, None] + offset % period[:, None])
     return copied, run

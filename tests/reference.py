@@ -104,7 +104,7 @@ def joined(model, prompt: list[int], size: int) -> list[int]:
     layout = _layout(length, len(prompt))
     mask = attention_mask(model.network, layout, layout)
     inputs = {"input_ids": tokens, "position_ids": layout.position, "attention_mask": mask}
-    with torch.no_grad(), gated.opened(model.network, layout) as told:
+    with torch.no_grad(), gated.opened(model.network, layout, layout) as told:
         output = model.network(**inputs, output_hidden_states=True, **told)
     embedding = model.network.get_input_embeddings().weight
     chain, words = model.chain, [int(output.logits[0, len(prompt) - 1].argmax())]

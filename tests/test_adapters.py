@@ -177,12 +177,12 @@ def test_what_decodes_computes_what_was_trained(tmp_path, shape):
     with torch.no_grad():
         plain = base(shape).eval()(**inputs).logits
         theirs = net(**inputs, **adapters.peft_offsets(net, layout)).logits
-        with gated.opened(ours, layout) as told:
+        with gated.opened(ours, layout, layout) as told:
             found = ours(**inputs, **told).logits
         assert torch.equal(ours(**inputs).logits[2], plain[2]), "the gate is shut again"
         one = layout.map(lambda part: part[:1])
         mask = attention_mask(base(shape), one, one)
-        with gated.opened(ours, one):  # told of its noisy tokens alone
+        with gated.opened(ours, one, one):  # told of its noisy tokens alone
             alone = ours(input_ids=ids[:1], position_ids=position[:1], attention_mask=mask).logits
         assert torch.allclose(alone, theirs[:1], atol=1e-5)
     assert torch.equal(found[~noisy], plain[~noisy])
@@ -303,14 +303,15 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
     layout = decoding_layout(position, torch.tensor([2, 4]), torch.tensor([5, 5]))
     both = [[False, False, True, True, True], [False] * 4 + [True]]
     for rows, told in ((layout, both), (layout.map(lambda part: part[:1]), [both[0][2:]])):
-        with gated.opened(network, rows):
+        with gated.opened(network, rows, rows):
             assert network.setblock_gate.noisy[..., 0].tolist() == told
             assert network.setblock_gate.whole == (len(told) == 1)
-    with gated.opened(network, decoding_layout(position[:1], *[torch.tensor([5])] * 2)):
+    clean = decoding_layout(position[:1], *[torch.tensor([5])] * 2)
+    with gated.opened(network, clean, clean):
         assert network.setblock_gate.noisy is None
     one = layout.map(lambda part: part[:1].clone())
     one.block[0, 3] = CLEAN  # as padding is
-    with gated.opened(network, one):
+    with gated.opened(network, one, one):
         noisy: Any = network.setblock_gate.noisy
         assert noisy[..., 0].tolist() == [[True, False, True]]
         assert not network.setblock_gate.whole

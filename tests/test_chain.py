@@ -271,7 +271,7 @@ def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatc
     options |= {"max_new_tokens": 24, "ignore_eos": True}
     [before] = generate(model, [PROMPTS[0]], **options)
 
-    def knowing(self, logits, context):
+    def knowing(self, logits, context, *places):
         first = int(self.start[0]) - len(PROMPTS[0])
         known = torch.tensor([*exact.token_ids[first:], *[5] * 4][: logits.shape[1]])
         whole = torch.nn.functional.one_hot(known, logits.shape[-1]).float()[None]
