@@ -271,7 +271,8 @@ def drop_idle_blocks(view: View) -> View:
 
     No label stands in such a block and no other token sees it, so it is work for nothing: all of a
     prompt's blocks, those that the noise left alone, and padding. What remains of each row's noisy
-    half moves to the left, padded to the batch's longest.
+    half moves to the left, padded to the batch's longest; where nothing is masked, to one token, so
+    that every micro-batch takes the same forwards: ranks that share weights meet in each.
     """
     first = view.num_clean
     noisy = view.layout.map(lambda tensor: tensor[:, first:])
@@ -282,7 +283,7 @@ def drop_idle_blocks(view: View) -> View:
     run[:, 1:] = changes.cumsum(dim=1)
     labelled = (view.matp_labels != IGNORE).long()
     needed = torch.zeros_like(run).scatter_reduce(1, run, labelled, "amax").gather(1, run)
-    width = int(needed.sum(dim=1).amax())
+    width = max(int(needed.sum(dim=1).amax()), 1)
     order = needed.argsort(dim=1, descending=True, stable=True)[:, :width]
     filler = needed.gather(1, order) == 0
 

@@ -47,7 +47,7 @@ def score(
     # A layer that runs again in the backward pass would write to the cache again.
     recomputing = any(getattr(module, "gradient_checkpointing", False) for module in modules)
     with ExitStack() as stack:
-        if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
+        if gated and teachers is None and not recomputing:
             columns = columns - view.num_clean
             inputs = _noisy_half(view, network, wrapped)
             if has_halves(network):
