@@ -26,6 +26,9 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, seed_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+# Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
+# vLLM, which measures a step without them, leaves them a share of the memory that does not grow.
+MOST_LOGITS = 2**26
 
 
 class BlockState(ModelState):
@@ -258,8 +261,12 @@ class BlockSampler:
             whole = state.adaptive | (widths == np.minimum(how.block_size, room))
             both = begins_next[places]
             for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
-                some = places[whole & (widths == width) & (both == fused)]
-                self._move_on(how, width, fused, some, logits, input_batch, sampled, num_sampled)
+                alike = places[whole & (widths == width) & (both == fused)]
+                most = max(MOST_LOGITS // (logits.shape[-1] * width * (1 + fused)), 1)
+                for some in np.split(alike, range(most, len(alike), most)):
+                    self._move_on(
+                        how, width, fused, some, logits, input_batch, sampled, num_sampled
+                    )
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=None,
@@ -381,8 +388,11 @@ class BlockSampler:
         drafts[slots] = rows
 
     def _clean(self, logits: Tensor) -> Tensor:
-        """In float32, the mask token's own at -inf: it is never said."""
-        logits = logits.float().clone()
+        """In float32, the mask token's own at -inf: it is never said.
+
+        Effects: on logits that are float32 already.
+        """
+        logits = logits.float()
         logits[..., self.state.mask_token_id] = -torch.inf
         return logits
 
