@@ -118,6 +118,15 @@ def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, sha
         assert torch.allclose(gradient, losses[1][name], atol=1e-5), name
 
 
+@pytest.mark.parametrize("shape", ["llama", "no row"])
+def test_peft_searches_no_row_for_its_noisy_tokens(tmp_path, monkeypatch, shape):
+    """Each search would wait for the device."""
+    run = gated_trainer(tmp_path, adapted(shape=shape))
+    step = batches(run)
+    monkeypatch.setattr("peft.tuners.lora.variants.calculate_alora_offsets", None)
+    assert gradients(run, step)
+
+
 def test_gated_training_moves_the_adapter_alone(tmp_path):
     net = adapted()
     before = {name: value.clone() for name, value in net.state_dict().items()}
