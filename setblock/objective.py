@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from setblock.masks import CLEAN, PADDING, Layout, WholeRows, causal_layout, training_layout
 
@@ -44,11 +43,6 @@ class View:
     labels: Int[Tensor, "batch length"]
     num_clean: int
     rows: WholeRows | None = None
-
-    @property
-    def ntp_labels(self) -> Int[Tensor, "batch length"]:
-        """Labels of the clean half, already shifted."""
-        return self.labels[:, : self.num_clean]
 
     @property
     def matp_labels(self) -> Int[Tensor, "batch length"]:
@@ -305,19 +299,14 @@ def drop_idle_blocks(view: View) -> View:
     )
 
 
-def losses(logits: Float[Tensor, "batch length vocab"], view: View) -> Losses:
-    """Both sums of eq. 14 and their label counts, from the logits of every token of the view.
+def losses(nats: Float[Tensor, " labels"], view: View) -> Losses:
+    """Both sums of eq. 14 and their label counts.
 
+    nats: -log p of every label, in the order of view.labels[view.supervised].
     The loss of a step is (ntp_sum + matp_sum) / (ntp_count + matp_count), sums and counts taken
     over all micro-batches and ranks of the step: eq. 14 has coefficient 1 for every label of either
-    half. Computed in float32.
+    half.
     """
-    logits = logits[view.supervised].float()
-    return sums(cross_entropy(logits, view.labels[view.supervised], reduction="none"), view)
-
-
-def sums(nats: Float[Tensor, " labels"], view: View) -> Losses:
-    """Losses out of -log p of every supervised token, in the order of labels[view.supervised]."""
     noisy = (view.layout.block != CLEAN)[view.supervised]
     matp_sum, matp_count = nats[noisy].sum(), noisy.sum()
     return Losses(nats[~noisy].sum(), noisy.numel() - matp_count, matp_sum, matp_count)

@@ -47,7 +47,7 @@ class Totals:
     ) -> None:
         supervised = view.supervised
         noisy = (view.layout.block != CLEAN)[supervised]
-        losses = objective.sums(scores.nats.detach(), view)
+        losses = objective.losses(scores.nats.detach(), view)
         matp_right = (scores.right & noisy).sum()
         labelled = batch["labels"] != objective.IGNORE
         sums = (
