@@ -156,9 +156,7 @@ def forward_costs(
     """
     widths = sorted({1, *queries})
     for length in cached:
-        shapes = {(count, count): count for count in widths}
-        found = _in_turns(model, length, list(shapes), batch_size, repeats)
-        rounds = [{shapes[shape]: seconds for shape, seconds in one.items()} for one in found]
+        rounds = _in_turns(model, length, widths, batch_size, repeats)
         for count in widths:
             ratios = [one[count] / one[1] for one in rounds]
             yield {
@@ -172,11 +170,11 @@ def forward_costs(
 
 
 def _in_turns(
-    model: Model, cached: int, shapes: Sequence[tuple[int, int]], batch_size: int, repeats: int
-) -> list[dict[tuple[int, int], float]]:
-    """For each round the seconds of each forward: of so many tokens, with logits of so many."""
+    model: Model, cached: int, widths: Sequence[int], batch_size: int, repeats: int
+) -> list[dict[int, float]]:
+    """For each round the seconds of a forward of so many tokens, with the logits of all."""
     # With room behind, as in decoding.
-    cache = model.new_cache(batch_size, cached + max(count for count, _ in shapes) + 1)
+    cache = model.new_cache(batch_size, cached + max(widths) + 1)
     for first in range(0, cached, CHUNK):
         position = torch.arange(first, min(first + CHUNK, cached))
         layout = causal_layout(position.expand(batch_size, -1))
@@ -185,10 +183,7 @@ def _in_turns(
         cache.keep(torch.full((batch_size,), len(position)))
 
     return [
-        {
-            (count, wanted): _forward_seconds(model, cache, count, count // 2, wanted)
-            for count, wanted in shapes
-        }
+        {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
         for _ in range(repeats + WARM_UPS)
     ][WARM_UPS:]
 

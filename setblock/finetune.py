@@ -385,8 +385,11 @@ def check_beside_own(run: Run) -> None:
 def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
     """Effects: run.prompts_file holds as many as were asked for."""
     count, file = run.own_prompts, run.prompts_file
-    known = file.read_bytes().count(b"\n") if file.exists() else 0
-    if known < count:
+
+    def num_known() -> int:
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    if (known := num_known()) < count:
         there = f", {known} of them before" if known else ""
         say(f"making up {count} prompts with the model itself{there}; {file}")
     every = max(count // 20, 1)
@@ -397,10 +400,20 @@ def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None
 
     size = run.answer_batch_size
     with PartialState().main_process_first(), stop_at_once():
+        _check_shared(file, num_known(), count)
         file.parent.mkdir(parents=True, exist_ok=True)
         found = write_prompts(model, file, count, Sampling(seed), size, progress)
     if found != count:
         raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
+
+
+def _check_shared(file: Path, known: int, count: int) -> None:
+    """Raises: ValueError on a rank that can't see what the first one has written before it."""
+    if known < count and not PartialState().is_main_process:
+        raise ValueError(
+            f"{file} has {known} of the {count} lines that the first rank wrote: output_dir must "
+            "be in a folder that all machines share"
+        )
 
 
 def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
@@ -408,6 +421,7 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     every = max(len(rows) // 20, 1)
 
     def start(known: int) -> None:
+        _check_shared(file, known, len(rows))
         if known < len(rows):
             there = f", {known} of them before" if known else ""
             say(f"answering {len(rows)} prompts with the model itself{there}; {file}")

@@ -106,6 +106,12 @@ class SetBlockLM(BASE):
         # does itself, the front of a prompt that is too long goes.
         slots = settings_for(self.loaded, **options).num_slots
         room = self.loaded.context_length - slots
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={options['max_new_tokens']} leaves no room for a prompt in the "
+                f"model's context of {self.loaded.context_length} tokens, of which whole blocks of "
+                f"it take {slots}"
+            )
         prompts = [ids[-room:] for ids in prompts]
         # Noise is drawn by seed and row: a request that comes again must not get the same.
         options["seed"] = options.get("seed", 0) + self.prompts

@@ -66,8 +66,8 @@ def load(
 
     A folder or hub repository that holds an adapter loads the base that it names and puts it on.
 
-    dtype: None for the checkpoint's setting, else float32 on a CPU and bfloat16 elsewhere; "auto"
-    for the type that the weights are stored in.
+    dtype: None for the checkpoint's setting, else float32 on a CPU and bfloat16 elsewhere, float16
+    on GPUs that compute in no bfloat16; "auto" for the type that the weights are stored in.
     device: None for the checkpoint's setting, else cuda where there is one, else cpu.
     mask_token_id: instead of the one that would be found, see Model.mask_token_source.
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
@@ -276,12 +276,23 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
     if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return default_dtype(device)
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {any_of([*DTYPES, 'auto'])}")
     return DTYPES[dtype]
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """What a model computes in there where nobody says it."""
+    if device.type == "cpu":
+        return torch.float32
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                return torch.float16
+    return torch.bfloat16
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from setblock.masks import CLEAN, PADDING, Layout, WholeRows, causal_layout, training_layout
 
@@ -44,11 +43,6 @@ class View:
     labels: Int[Tensor, "batch length"]
     num_clean: int
     rows: WholeRows | None = None
-
-    @property
-    def ntp_labels(self) -> Int[Tensor, "batch length"]:
-        """Labels of the clean half, already shifted."""
-        return self.labels[:, : self.num_clean]
 
     @property
     def matp_labels(self) -> Int[Tensor, "batch length"]:
@@ -271,7 +265,8 @@ def drop_idle_blocks(view: View) -> View:
 
     No label stands in such a block and no other token sees it, so it is work for nothing: all of a
     prompt's blocks, those that the noise left alone, and padding. What remains of each row's noisy
-    half moves to the left, padded to the batch's longest.
+    half moves to the left, padded to the batch's longest; where nothing is masked, to one token, so
+    that every micro-batch takes the same forwards: ranks that share weights meet in each.
     """
     first = view.num_clean
     noisy = view.layout.map(lambda tensor: tensor[:, first:])
@@ -282,7 +277,7 @@ def drop_idle_blocks(view: View) -> View:
     run[:, 1:] = changes.cumsum(dim=1)
     labelled = (view.matp_labels != IGNORE).long()
     needed = torch.zeros_like(run).scatter_reduce(1, run, labelled, "amax").gather(1, run)
-    width = int(needed.sum(dim=1).amax())
+    width = max(int(needed.sum(dim=1).amax()), 1)
     order = needed.argsort(dim=1, descending=True, stable=True)[:, :width]
     filler = needed.gather(1, order) == 0
 
@@ -304,19 +299,14 @@ def drop_idle_blocks(view: View) -> View:
     )
 
 
-def losses(logits: Float[Tensor, "batch length vocab"], view: View) -> Losses:
-    """Both sums of eq. 14 and their label counts, from the logits of every token of the view.
+def losses(nats: Float[Tensor, " labels"], view: View) -> Losses:
+    """Both sums of eq. 14 and their label counts.
 
+    nats: -log p of every label, in the order of view.labels[view.supervised].
     The loss of a step is (ntp_sum + matp_sum) / (ntp_count + matp_count), sums and counts taken
     over all micro-batches and ranks of the step: eq. 14 has coefficient 1 for every label of either
-    half. Computed in float32.
+    half.
     """
-    logits = logits[view.supervised].float()
-    return sums(cross_entropy(logits, view.labels[view.supervised], reduction="none"), view)
-
-
-def sums(nats: Float[Tensor, " labels"], view: View) -> Losses:
-    """Losses out of -log p of every supervised token, in the order of labels[view.supervised]."""
     noisy = (view.layout.block != CLEAN)[view.supervised]
     matp_sum, matp_count = nats[noisy].sum(), noisy.sum()
     return Losses(nats[~noisy].sum(), noisy.numel() - matp_count, matp_sum, matp_count)

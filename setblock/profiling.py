@@ -7,6 +7,7 @@ An operation belongs to the innermost of these that it runs in:
     cache      keys and values written, read and kept
     attention  scaled_dot_product_attention or FlexAttention
     linears    the other linear layers
+    compiled   kernels of torch.compile's own, and what a CUDA graph replays: whatever they fuse
     other      every other operation: norms, rotations, activations, masks, bookkeeping
 
 and what is left of the wall clock, when no operation ran, is Python and what launches operations.
@@ -26,7 +27,8 @@ from setblock.contenders import now
 from setblock.generation import Generation, generate
 from setblock.model import Model
 
-KINDS = ("head", "solver", "cache", "attention", "linears", "other")
+KINDS = ("head", "solver", "cache", "attention", "linears", "compiled", "other")
+COMPILED = "## Call CompiledFxGraph"  # so the profiler calls a run of torch.compile's kernels
 REST = "python"
 OPERATIONS = {
     "attention": ("scaled_dot_product", "flex_attention"),
@@ -95,7 +97,7 @@ def _watched(
     """(seconds, seconds by kind, answers) of one round."""
     cuda = model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    spent: dict[str, float] = {kind: 0.0 for kind in KINDS}
+    events: list[Any] = []
     answers: list[Generation] = []
     wall_s = 0.0
     for prompt in prompts:
@@ -103,13 +105,26 @@ def _watched(
             begin = now(model)
             answers += generate(model, [prompt], **options)
             wall_s += now(model) - begin
-        for event in record.events() or ():
-            if event.device_type.name != "CPU":
-                continue
-            micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-            if event.name.startswith(("aten::", "mkl::", "mkldnn::", "setblock::", "flex")):
-                spent[_kind_of(event)] += micros / 1e6
-    return wall_s, spent, answers
+        events += record.events() or ()
+    return wall_s, _seconds_by_kind(events, cuda), answers
+
+
+def _seconds_by_kind(events: Sequence[Any], cuda: bool) -> dict[str, float]:
+    """Of the profiler's events, on a CUDA device of the time in which that computed."""
+    spent: dict[str, float] = {kind: 0.0 for kind in KINDS}
+    device_s = 0.0
+    for event in events:
+        if event.device_type.name != "CPU":
+            device_s += 0 if event.is_user_annotation else event.self_device_time_total / 1e6
+            continue
+        micros = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if event.name.startswith(("aten::", "mkl::", "mkldnn::", "setblock::", "flex")):
+            spent[_kind_of(event)] += micros / 1e6
+        elif event.name.startswith(COMPILED) and not cuda:
+            spent["compiled"] += micros / 1e6
+    if cuda:  # kernels that no operation has launched, so compiled ones or those of a graph
+        spent["compiled"] = max(device_s - sum(spent.values()), 0.0)
+    return spent
 
 
 def _kind_of(event: Any) -> str:

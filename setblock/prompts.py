@@ -5,6 +5,7 @@ template up to where the user begins to speak, it samples what a user would ask.
 Magpie's (arXiv:2406.08464).
 """
 
+import codecs
 import hashlib
 import json
 from collections import Counter
@@ -92,8 +93,9 @@ def write_prompts(
 
 def _read(file: Path, how: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
     """(the lines that calls before this one wrote, what they say); none where there is no file."""
+    whole_characters = codecs.getincrementaldecoder("utf-8")()  # a kill may cut the last in two
     try:
-        content = file.read_text(encoding="utf-8") if file.exists() else ""
+        content = whole_characters.decode(file.read_bytes() if file.exists() else b"")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no UTF-8 text: {error}") from None
     *whole, last = content.split("\n")

@@ -203,6 +203,12 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
             "gradient_checkpointing must be no with a gated adapter and eval_data or decode_every: "
             "peft takes no forward without a backward pass then"
         )
+    if config.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {config.n_gpu} GPUs, and training takes one a process: set "
+            f"CUDA_VISIBLE_DEVICES=0, or start {config.n_gpu} of them with torchrun or accelerate "
+            "launch"
+        )
     if config.resume_from_checkpoint is not None:
         raise ValueError("resume_from_checkpoint: use --resume, which takes the last checkpoint")
     if config.activation_offloading and config.use_cpu:

@@ -47,8 +47,9 @@ class Served:
 
     force_model = None
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Model, name: str, block_size: int | None = None) -> None:
         self.model, self.name, self.created = model, name, int(time.time())
+        self.block_size = block_size
         self.device = model.device
         self.generation_config = None
         # No architecture of transformers': its text is not parsed for thoughts and tool calls.
@@ -157,7 +158,8 @@ class Answers:
         raise NotImplementedError
 
     def _build_generation_config(self, body: dict[str, Any], *_: Any, **__: Any) -> Asked:
-        options: Any = {name: body[name] for name in OPTIONS if name in body}
+        options: Any = {"block_size": self.model_manager.block_size}
+        options |= {name: body[name] for name in OPTIONS if name in body}
         if options.get("temperature"):
             options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -246,11 +248,15 @@ class Completions(Answers, CompletionHandler):
         return {"prompt": [body["prompt"]]}
 
 
-def build(model: Model, name: str) -> FastAPI:
-    """The ASGI application that serves the model under this name."""
+def build(model: Model, name: str, block_size: int | None = None) -> FastAPI:
+    """The ASGI application that serves the model under this name.
+
+    block_size: of a request that names none, as if it did: what `tune` wrote into the checkpoint,
+    and arithmetic, give way to it, as they do not to the model's defaults.
+    """
     transformers.logging.set_verbosity_error()
     engine = Engine(model)
-    served, state = Served(model, name), State(engine)
+    served, state = Served(model, name, block_size), State(engine)
     handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters}
     del handlers["enable_cors"]
     handlers |= {

@@ -13,7 +13,7 @@ from setblock.masks import CLEAN, PADDING
 
 
 class Totals:
-    """Running sums of what the log reports, on the device, so that no step waits for them."""
+    """Running sums of what the log reports, kept on the device until a line is logged."""
 
     NAMES = (
         *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
@@ -47,7 +47,7 @@ class Totals:
     ) -> None:
         supervised = view.supervised
         noisy = (view.layout.block != CLEAN)[supervised]
-        losses = objective.sums(scores.nats.detach(), view)
+        losses = objective.losses(scores.nats.detach(), view)
         matp_right = (scores.right & noisy).sum()
         labelled = batch["labels"] != objective.IGNORE
         sums = (

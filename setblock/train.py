@@ -219,7 +219,7 @@ class SBDTrainer(SFTTrainer):
         share = self.args.self_distill
         teachers = view.teachers(self._ends) if share else None
         scores = score(view, teachers, self.model, model, self.args.logits_chunk_size)
-        losses = objective.sums(scores.nats, view)
+        losses = objective.losses(scores.nats, view)
         noisy = (view.layout.block != CLEAN)[view.supervised]
         self._totals[mode].add(scores, view, block_size, inputs)
         nats = losses.ntp_sum + self.args.matp_weight * losses.matp_sum

@@ -47,7 +47,7 @@ def score(
     # A layer that runs again in the backward pass would write to the cache again.
     recomputing = any(getattr(module, "gradient_checkpointing", False) for module in modules)
     with ExitStack() as stack:
-        if gated and teachers is None and not recomputing and view.matp_labels.shape[1]:
+        if gated and teachers is None and not recomputing:
             columns = columns - view.num_clean
             inputs = _noisy_half(view, network, wrapped)
             if has_halves(network):
@@ -106,8 +106,12 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         layout.map(lambda tensor, part=part: tensor[:, part])
         for part in (slice(first), slice(first, None))
     )
+    halves = has_halves(network)
+    # Told where a row's noisy tokens begin, peft does not search for them, row by row. Nowhere in
+    # the clean half; under half() no layer asks.
+    nowhere = {"alora_offsets": [0] * len(view.tokens)}
     cache = DynamicCache()  # without a config: no layer drops what our masks still need
-    with torch.no_grad(), half(network, noisy=False) if has_halves(network) else nullcontext():
+    with torch.no_grad(), half(network, noisy=False) if halves else nullcontext():
         wrapped(
             input_ids=view.tokens[:, :first],
             position_ids=clean.position,
@@ -115,6 +119,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
             use_cache=True,
             logits_to_keep=1,
             **{CACHE: cache},
+            **nowhere,
         )
     return {
         "input_ids": view.tokens[:, first:],
@@ -122,7 +127,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         "attention_mask": _mask(view, network, noisy, layout),
         CACHE: cache,
         "use_cache": True,
-        **peft_offsets(network, noisy),
+        **(nowhere if halves else peft_offsets(network, noisy)),
     }
 
 

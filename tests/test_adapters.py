@@ -118,6 +118,15 @@ def test_clean_half_without_gradient_is_the_same_step(tmp_path, monkeypatch, sha
         assert torch.allclose(gradient, losses[1][name], atol=1e-5), name
 
 
+@pytest.mark.parametrize("shape", ["llama", "no row"])
+def test_peft_searches_no_row_for_its_noisy_tokens(tmp_path, monkeypatch, shape):
+    """Each search would wait for the device."""
+    run = gated_trainer(tmp_path, adapted(shape=shape))
+    step = batches(run)
+    monkeypatch.setattr("peft.tuners.lora.variants.calculate_alora_offsets", None)
+    assert gradients(run, step)
+
+
 def test_gated_training_moves_the_adapter_alone(tmp_path):
     net = adapted()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -247,18 +256,27 @@ def test_biases_of_an_adapter_are_refused():
         gated.Addition(layer, "default")
 
 
-def test_micro_batches_without_a_mask_cost_nothing(tmp_path):
-    """One in n + 1 rows of n labels has nothing masked."""
-    run = gated_trainer(tmp_path, adapted(), per_device_train_batch_size=1)
+@pytest.mark.parametrize("shape", ["llama", "no row"])
+def test_micro_batches_without_a_mask_cost_nothing_in_as_many_forwards(tmp_path, shape):
+    """One in n + 1 rows of n labels has nothing masked; sharded ranks meet in every forward."""
+    run = gated_trainer(tmp_path, adapted(shape=shape), per_device_train_batch_size=1)
     [batch] = batches(run)[:1]
-    view = batch["view"]
-    nothing = torch.zeros_like(view.tokens[:, : view.num_clean], dtype=torch.bool)
     places = (batch["input_ids"], batch["labels"], batch["position_ids"], batch["document"])
-    empty = objective.noisy_view(*places, nothing, 4, MASK)
-    batch["view"] = objective.drop_idle_blocks(empty).masked_only()
-    loss = run.compute_loss(run.model, batch, num_items_in_batch=torch.tensor(7))
-    loss.backward()
-    assert loss.item() == 0
+    forwards, losses = [], []
+    hook = run.model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    for masked in (torch.ones, torch.zeros):
+        noise = masked(batch["input_ids"].shape, dtype=torch.bool)
+        view = objective.noisy_view(*places, noise, 4, MASK)
+        batch["view"] = objective.drop_idle_blocks(view).masked_only()
+        run.model.zero_grad()
+        loss = run.compute_loss(run.model, batch, num_items_in_batch=torch.tensor(7))
+        loss.backward()
+        losses.append(loss.item())
+    hook.remove()
+    assert len(forwards) == 2 * 2
+    assert losses[0] > 0
+    assert losses[1] == 0
+    assert all(p.grad is None or not p.grad.any() for p in run.model.parameters())
 
 
 def test_layers_that_fsdp_would_run_again_are_refused(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 from setblock import packed
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
-from setblock.finetune import finetune, make_up_prompts
+from setblock.finetune import _own_answers, finetune, make_up_prompts
 from setblock.generation import generate, stream
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
@@ -181,6 +183,29 @@ def test_making_up_prompts_says_how_many_are_there(tmp_path, monkeypatch, known,
     make_up_prompts(run, TableModel.spelling("", start=1), 5, said.append)
     assert len(said) == len(told)
     assert all(part in line for part, line in zip(told, said, strict=True))
+
+
+def test_other_machines_must_see_what_the_first_rank_wrote(tmp_path, monkeypatch) -> None:
+    """Else each of their ranks would write all of it again, into the same file."""
+    here = SimpleNamespace(is_main_process=False, main_process_first=nullcontext)
+    monkeypatch.setattr("setblock.finetune.PartialState", lambda: here)
+    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    monkeypatch.setattr("setblock.answers.prompts_of", lambda model, rows: [[3], [4]])
+    run, model = (
+        Run("nano", ["own:2"], tmp_path, answer_tokens=8, **OWN),
+        TableModel.spelling("b", start=1),
+    )
+    told = "{} has {} of the 2 lines that the first rank wrote: output_dir must be in a folder that"
+    run.prompts_file.parent.mkdir()
+    run.prompts_file.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=told.format("prompts.jsonl", 1)):
+        make_up_prompts(run, model, 5, print)
+    rows, file = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "_run"
+    with pytest.raises(ValueError, match=told.format("answers.jsonl", 0)):
+        _own_answers(run, model, rows, print)
+    assert not (file / "answers.jsonl").exists()
+    regenerate(model, rows, file / "answers.jsonl", run.answer_tokens, 2)  # what it would find
+    assert len(_own_answers(run, model, rows, print)) == 2
 
 
 @pytest.mark.parametrize(

@@ -468,6 +468,7 @@ def test_defaults_come_from_the_checkpoint(run, checkpoint):
     assert answer["packed"] is False
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "prefix:0.5", 4)
     assert (answer["dtype"], answer["mask_token_id"]) == ("float32", 9)
+    assert run("generate", *words, "--dtype", "float16").json["dtype"] == "float16"
 
 
 def test_other_defaults_are_those_that_help_states(run, trained):
@@ -478,7 +479,7 @@ def test_other_defaults_are_those_that_help_states(run, trained):
         "Default: the checkpoint's, else sbd.",
         "Default: the checkpoint's, else entropy:0.1.",
         "Default: the checkpoint's, else 16.",
-        "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
+        "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere, float16 on GPUs",
         "Default: the checkpoint's, else cuda if there is one.",
     ):
         assert words in shown

@@ -283,15 +283,22 @@ def test_bad_options_are_named(tmp_path, words, message) -> None:
         parse_config(Run("nano", ["rows.jsonl"], tmp_path), words)
 
 
-def launch(ranks: int, *words: object) -> str:
-    """What `setblock` says on stderr, under torchrun."""
+def test_several_gpus_in_one_process_are_refused_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(SBDConfig, "n_gpu", property(lambda config: 2))
+    told = "one process sees 2 GPUs, .* CUDA_VISIBLE_DEVICES=0, or start 2 of them with torchrun or"
+    with pytest.raises(ValueError, match=told):
+        parse_config(Run("nano", ["rows.jsonl"], tmp_path), ["--bf16", "no"])
+
+
+def launch(ranks: int, *words: object) -> tuple[str, str]:
+    """What `setblock` says on stdout and on stderr, under torchrun."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *start, "-m", "setblock", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "FutureWarning" not in done.stderr
     assert "gemm" not in done.stderr, "bitsandbytes says at import that it has no CPU kernels"
-    return " ".join(done.stderr.split())
+    return done.stdout, " ".join(done.stderr.split())
 
 
 def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
@@ -304,7 +311,8 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         per_step = ["--gradient-accumulation-steps", str(4 // ranks), "--output-dir", folder]
-        said = launch(ranks, *words, *per_step)
+        told, said = launch(ranks, *words, *per_step)
+        assert told.count(f"trained 3 steps, saved to {folder}") == 1, "the first rank tells"
         assert len(re.findall(r"about [\d,]+ tokens a second, 3 steps in about", said)) == 1
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         logs.append([line["matp_loss"] for line in lines if "matp_loss" in line])
@@ -313,7 +321,8 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     again = tmp_path / "again"
     for name in ("checkpoint-2", "_run"):
         shutil.copytree(tmp_path / "2" / name, again / name)
-    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    resumed = ["--gradient-accumulation-steps", "2", "--output-dir", again, "--resume", "--json"]
+    assert json.loads(launch(2, *words, *resumed)[0])["steps"] == 3
     whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("2", "again"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]

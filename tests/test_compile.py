@@ -85,6 +85,7 @@ import json, sys
 import setblock
 from setblock.benchmark import compare, forward_costs
 from setblock.contenders import contenders
+from setblock.profiling import profiled
 from torch._dynamo.utils import counters
 model = setblock.load(json.load(sys.stdin), dtype="float32", device="cpu", compile=True)
 running = contenders(1, block_sizes=[4], modes=["verified"], transformers=False)
@@ -94,7 +95,8 @@ kinds = [counters["stats"]["unique_graphs"]]
 lines = list(compare(model, [[5, 9, 30]], 1, 12, 1, running))
 assert len(list(forward_costs(model, [16], [4, 8], 1, 1))) == 3
 kinds.append(counters["stats"]["unique_graphs"])
-print(json.dumps([kinds, [line["ceiling"] for line in lines]]))
+profile = profiled(model, [[5, 9, 30]], 1, mode="verified", block_size=4, max_new_tokens=12)
+print(json.dumps([kinds, [line["ceiling"] for line in lines], profile["shares"]["compiled"]]))
 """
 
 
@@ -102,9 +104,10 @@ def test_bare_forwards_run_in_the_kernels_of_decoding(checkpoint):
     told = json.dumps(str(checkpoint("llama")))
     done = subprocess.run([sys.executable, "-c", BARE], input=told, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    [before, after], ceilings = json.loads(done.stdout)
+    [before, after], ceilings, profiled = json.loads(done.stdout.splitlines()[-1])
     assert before == after > 1
     assert all(ceilings)
+    assert profiled > 0
 
 
 def test_two_models_that_differ_in_a_function(checkpoint, tmp_path):

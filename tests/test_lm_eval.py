@@ -147,6 +147,15 @@ def test_a_prompt_that_fills_the_context_loses_its_front(folder):
     assert found == expected.text
 
 
+@pytest.mark.parametrize("length", [256, 300])
+def test_an_answer_that_fills_the_context_is_refused(folder, length):
+    """No room, or less: not the prompt whole, nor cut at its end."""
+    model = SetBlockLM(str(folder), mode="sbd", solver="fixed:2", block_size=4)
+    told = f"max_gen_toks={length} leaves no room for a prompt in the model's context of 256 tokens"
+    with pytest.raises(ValueError, match=told):
+        model._model_generate(torch.tensor([[5, 9, 30]]), length + 3, [])
+
+
 def test_a_special_token_among_the_stop_texts_ends_the_answer(folder):
     model = SetBlockLM(str(folder), mode="ntp")
     [plain] = generate(load(folder), ["a b"], mode="ntp", max_new_tokens=12)

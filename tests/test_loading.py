@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,23 @@ def test_device_and_dtype_without_settings(checkpoint):
         assert (model.device.type, model.dtype) == ("cuda", torch.bfloat16)
     else:
         assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_a_gpu_computes_in_what_it_has_units_for(monkeypatch, supported, dtype):
+    """T4 and V100 only emulate bfloat16."""
+    asked = []
+
+    def is_supported(including_emulation: bool) -> bool:
+        asked.append(including_emulation)
+        return supported
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    assert loading.default_dtype(torch.device("cuda:0")) == getattr(torch, dtype)
+    assert asked == [False]
+    assert loading.default_dtype(torch.device("mps")) == torch.bfloat16
+    assert loading.default_dtype(torch.device("cpu")) == torch.float32
 
 
 def test_dtypes(checkpoint):

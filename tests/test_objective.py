@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from setblock import objective
@@ -75,6 +76,12 @@ def run(network, view):
     ).logits
 
 
+def losses(logits, view):
+    labels = view.labels[view.supervised]
+    nats = cross_entropy(logits[view.supervised], labels, reduction="none")
+    return objective.losses(nats, view)
+
+
 @torch.no_grad()
 def brute_force(network, text, prompt, masked, block_size, drop_ragged_block=False):
     """Eq. 14 of one document: plain forwards of the text, then of one prefix + block at a time."""
@@ -114,7 +121,7 @@ def test_four_tokens_by_hand():
     assert view.tokens.tolist() == [[10, 11, 12, 13, MASK, 11, MASK, MASK]]
     labels = [11, 12, 13, IGNORE, 10, IGNORE, 12, 13]
     assert view.labels.tolist() == [labels]
-    assert view.ntp_labels.tolist() == [labels[:4]]
+    assert view.labels[:, : view.num_clean].tolist() == [labels[:4]]
     assert view.matp_labels.tolist() == [labels[4:]]
     assert view.layout.position.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
 
@@ -124,7 +131,7 @@ def test_four_tokens_by_hand():
         probabilities[0, r] = (1 - probability) / 13
         if label != IGNORE:
             probabilities[0, r, label] = probability
-    ntp, ntp_count, matp, matp_count = objective.losses(probabilities.log(), view)
+    ntp, ntp_count, matp, matp_count = losses(probabilities.log(), view)
     assert ntp.item() == pytest.approx(math.log(24), abs=1e-5)
     assert matp.item() == pytest.approx(math.log(432), abs=1e-5)
     assert (ntp_count.item(), matp_count.item()) == (3, 3)
@@ -152,7 +159,7 @@ def test_losses_are_those_of_one_block_at_a_time(network, block_size, drop_ragge
             together = torch.cat([masks[i] for i in row])
             masked[b, : len(together)] = together
         view = objective.noisy_view(*parts, masked, block_size, MASK, drop_ragged_block)
-        actual = objective.losses(run(network, view), view)
+        actual = losses(run(network, view), view)
         assert torch.tensor(actual, dtype=torch.double).tolist() == pytest.approx(
             expected.tolist(), abs=1e-3
         )
@@ -190,9 +197,9 @@ def test_idle_blocks_change_no_loss_and_no_gradient(network, row_lengths, block_
             position_ids=view.layout.position,
             attention_mask=visible(view.layout, view.layout),
         ).logits
-        losses = objective.losses(logits, view)
-        (losses.ntp_sum + losses.matp_sum).backward()
-        sums.append(torch.tensor([value.detach().item() for value in losses]))
+        found = losses(logits, view)
+        (found.ntp_sum + found.matp_sum).backward()
+        sums.append(torch.tensor([value.detach().item() for value in found]))
         gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
     assert torch.allclose(sums[0], sums[1], atol=1e-3)
     assert torch.allclose(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
@@ -210,7 +217,9 @@ def test_idle_blocks_leave(network):
     assert view.matp_labels.tolist() == [[IGNORE, 13, 16], [IGNORE] * 3]
     assert view.layout.document[1, 7:].tolist() == [-1] * 3
     nothing = objective.noisy_view(*parts, torch.zeros_like(masked), 2, MASK)
-    assert objective.drop_idle_blocks(nothing).tokens.shape == (2, 7)
+    left = objective.drop_idle_blocks(nothing)  # a noisy half all the same, of padding
+    assert left.layout.document[:, 7:].tolist() == [[-1], [-1]]
+    assert left.labels[:, 7:].tolist() == [[IGNORE], [IGNORE]]
 
 
 def test_clean_half_is_a_plain_causal_forward(network):
@@ -242,7 +251,7 @@ def test_clean_view_has_next_token_labels_only():
     ]
     assert view.matp_labels.shape == (2, 0)
     logits = torch.zeros(2, 5, 30)
-    ntp, ntp_count, matp, matp_count = objective.losses(logits, view)
+    ntp, ntp_count, matp, matp_count = losses(logits, view)
     assert ntp.item() == pytest.approx(4 * math.log(30), rel=1e-5)
     assert (ntp_count.item(), matp.item(), matp_count.item()) == (4, 0, 0)
 
@@ -261,7 +270,7 @@ def test_ragged_last_block_is_kept_unless_dropped():
     assert kept.matp_labels.tolist() == parts[1].tolist()
     assert dropped.matp_labels.tolist() == [[*range(10, 16), IGNORE, 20, 21, 22]]
     assert dropped.tokens[0, 10:].tolist() == [MASK] * 6 + [16] + [MASK] * 3
-    assert torch.equal(kept.ntp_labels, dropped.ntp_labels)
+    assert torch.equal(kept.labels[:, : kept.num_clean], dropped.labels[:, : dropped.num_clean])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5])
@@ -275,7 +284,7 @@ def test_first_slots_have_no_loss_where_that_is_asked_for(network, block_size):
     whole = objective.noisy_view(*parts, masked, block_size, MASK)
     drafting = objective.noisy_view(*parts, masked, block_size, MASK, first_slot_loss=False)
     assert torch.equal(whole.tokens, drafting.tokens)
-    assert torch.equal(whole.ntp_labels, drafting.ntp_labels)
+    assert torch.equal(whole.labels[:, : whole.num_clean], drafting.labels[:, : drafting.num_clean])
     first = parts[2] % block_size == 0
     assert torch.equal(drafting.matp_labels, whole.matp_labels.masked_fill(first, IGNORE))
     log_p = run(network, whole)[0, whole.num_clean :].log_softmax(-1)
@@ -283,7 +292,7 @@ def test_first_slots_have_no_loss_where_that_is_asked_for(network, block_size):
     nats = -sum(log_p[i, parts[0][0, i]].item() for i in kept)
     idle = objective.drop_idle_blocks(drafting)  # blocks without a label left go as a whole
     for view in (drafting, idle):
-        _, _, matp, count = objective.losses(run(network, view), view)
+        _, _, matp, count = losses(run(network, view), view)
         assert (matp.item(), count.item()) == (pytest.approx(nats, abs=1e-3), len(kept))
 
 
@@ -304,7 +313,7 @@ def test_only_labelled_positions_are_masked(labelled, block_size, drop_ragged_bl
     assert torch.equal(view.matp_labels != IGNORE, holds_mask)
     whole = torch.arange(length)[None] < (length - length % block_size)
     assert torch.equal(holds_mask, labelled & whole if drop_ragged_block else labelled)
-    assert torch.equal(view.ntp_labels[:, :-1], labels[:, 1:])
+    assert torch.equal(view.labels[:, : length - 1], labels[:, 1:])
 
 
 def test_noise_belongs_to_the_document():
@@ -411,9 +420,9 @@ def test_masked_only_leaves_the_masked_labels():
         *rows([([10, 11, 12, 13], 1)]), torch.ones(1, 4, dtype=torch.bool), 2, MASK
     )
     alone = view.masked_only()
-    assert alone.ntp_labels.tolist() == [[IGNORE] * 4]
+    assert alone.labels[:, : alone.num_clean].tolist() == [[IGNORE] * 4]
     assert torch.equal(alone.matp_labels, view.matp_labels)
-    assert view.ntp_labels.tolist() == [[11, 12, 13, IGNORE]]
+    assert view.labels[:, : view.num_clean].tolist() == [[11, 12, 13, IGNORE]]
 
 
 def test_fill_is_not_asked_for_of_the_next_token_half():
@@ -421,7 +430,7 @@ def test_fill_is_not_asked_for_of_the_next_token_half():
     parts = rows([([10, 11, 9, 9, 9], 1)])
     view = objective.noisy_view(*parts, torch.ones(1, 5, dtype=torch.bool), 2, MASK)
     without = view.without_next([9])
-    assert without.ntp_labels.tolist() == [[11, 9, IGNORE, IGNORE, IGNORE]]
+    assert without.labels[:, : without.num_clean].tolist() == [[11, 9, IGNORE, IGNORE, IGNORE]]
     assert torch.equal(without.matp_labels, view.matp_labels)
 
 

@@ -32,6 +32,29 @@ def test_an_operation_belongs_to_the_innermost(names, kind):
     assert profiling._kind_of(event) == kind
 
 
+def test_kernels_without_an_operation_are_compiled_ones():
+    """On a GPU they are found by what the device did, on a CPU by the call of their graph."""
+
+    def event(name, micros, device=0.0, on="CPU"):
+        told: Any = {"name": name, "self_cpu_time_total": micros, "cpu_parent": None}
+        told |= {"self_device_time_total": device, "device_type": SimpleNamespace(name=on)}
+        return SimpleNamespace(**told, is_user_annotation=False)
+
+    launches = [
+        event("aten::linear", 3e6, 2e6),
+        event("## Call CompiledFxGraph fab ##", 4e6),
+        event("Torch-Compiled Region: 0/0", 9e6),  # its own time is Python's
+        event("triton_poi_fused_add_0", 0.0, 1e6),
+    ]
+    spent = profiling._seconds_by_kind(launches, cuda=False)
+    assert {kind: spent[kind] for kind in spent if spent[kind]} == {"linears": 3, "compiled": 4}
+    kernels = [event(name, 0.0, 2e6, on="CUDA") for name in ("gemm", "triton", "in a graph")]
+    marked = event("head", 0.0, 9e6, on="CUDA")
+    marked.is_user_annotation = True
+    spent = profiling._seconds_by_kind([*launches, *kernels, marked], cuda=True)
+    assert {kind: spent[kind] for kind in spent if spent[kind]} == {"linears": 2, "compiled": 4}
+
+
 @pytest.mark.skipif(
     packed.missing(torch.device("cpu"), torch.float32) is not None, reason="no packed weights here"
 )
@@ -59,6 +82,6 @@ def test_shares_of_a_run(checkpoint):
     assert line["overhead"] > 0
     assert list(line["shares"]) == [*profiling.KINDS, profiling.REST]
     assert sum(line["shares"].values()) == pytest.approx(1)
-    assert all(share > 0 for share in line["shares"].values())
+    assert all((share > 0) == (kind != "compiled") for kind, share in line["shares"].items())
     assert before == (cache.PrefixCache.keep, Sampler.pick, EntropyBound.reveal, decode.entropy)
     assert head == model.network.get_output_embeddings().forward

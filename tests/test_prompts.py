@@ -224,12 +224,13 @@ def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) 
         assert result.code == 130
         said = " ".join(result.err.split())
         assert f"interrupted: 4 of 9 prompts are in {out}; the same command goes on" in said
-    out.write_text(out.read_text() + '{"prompt": "thr')  # killed while it wrote
+    cut = '{"prompt": "thr\u00e9'.encode()[:-1]  # killed while it wrote, between two bytes of é
+    out.write_bytes(out.read_bytes() + cut)
     with monkeypatch.context() as patch:
         patch.setattr(prompts, "sample_prompts", Mock(side_effect=KeyboardInterrupt))
         result = run(*words)
         assert "interrupted: 4 of 9 prompts are in" in " ".join(result.err.split())
-        assert out.read_text().endswith('{"prompt": "thr'), "nothing to add, nothing to cut"
+        assert out.read_bytes().endswith(cut), "nothing to add, nothing to cut"
     assert run(*words).code == 0
     assert prompts_in(out) == expected
 

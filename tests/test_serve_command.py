@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from servers import QUESTIONS, client_of, streamed, wait_for
+from starlette.testclient import TestClient
 
 from setblock.cli import serving
 from setblock.export import export
-from setblock.generation import generate
+from setblock.generation import generate, settings_for, stream
 from setblock.loading import load
 from setblock.model import Model
 
@@ -119,6 +120,29 @@ def test_a_compiled_model_is_warmed_up_before_it_answers(run, trained, monkeypat
     assert told == ["serve"]
 
 
+def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint, monkeypatch):
+    """As it does on the command line of generate; a request's own wins over both."""
+    tuned = {"trained": True, "mode": "verified", "verified": {"block_size": 8, "branches": 1}}
+    folder, sizes = checkpoint("llama", settings=tuned), []
+
+    def answers(model: Model, ids: Any, **options: Any) -> Any:
+        sizes.append(settings_for(model, **options).block_size)
+        return stream(model, ids, **options)
+
+    def ask(server: Any, sockets: Any) -> None:
+        with TestClient(server.config.app) as client:
+            for own in ({}, {"block_size": 2}):
+                body = {"prompt": "hi secret", "max_tokens": 4, **own}
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+    monkeypatch.setattr("setblock.engine.stream", answers)
+    monkeypatch.setattr("uvicorn.Server.run", ask)
+    told = json.loads(run("serve", folder, "--port", "0", "--block-size", "4", "--json").out)
+    assert (told["mode"], told["block_size"], sizes) == ("verified", 4, [4, 2])
+    run("serve", folder, "--port", "0")
+    assert sizes[2:] == [8, 2]
+
+
 SLOW = """
 import time
 from setblock.model import Model
@@ -177,6 +201,10 @@ def test_a_signal_ends_the_answers_under_way(number):
         ([], "was never trained for set block decoding"),
         (["--allow-untrained", "--solver", "best"], "solver must be one of"),
         (["--allow-untrained", "--mask-token-id", "99999"], "mask token 99999"),
+        (
+            ["--allow-untrained", "--mode", "verified", "--solver", "fixed:1"],
+            "solver is for mode 'sbd', and for mode 'verified' with draft 'solver', got fixed:1",
+        ),
         (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
         (["--api-key", "secret"], "--api-key is for engine vllm"),
         (["--adaptive"], "--adaptive is for engine vllm"),

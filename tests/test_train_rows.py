@@ -48,7 +48,16 @@ def test_prompts_are_neither_masked_nor_learned(tmp_path, rows):
         [view], _ = steps(run)
         length = view.num_clean
         assert view.tokens[0, :length].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 2]
-        assert view.ntp_labels[0].tolist() == [-100] * 3 + [9, 10, 11, 12, 13, 14, 2, -100]
+        assert view.labels[0, : view.num_clean].tolist() == [-100] * 3 + [
+            9,
+            10,
+            11,
+            12,
+            13,
+            14,
+            2,
+            -100,
+        ]
         places = view.layout.position[:, length:][view.tokens[:, length:] == MASK]
         masked[places] = True
     assert masked.tolist() == [False] * 4 + [True] * 7
@@ -59,7 +68,7 @@ def test_plain_text_learns_every_token(tmp_path, stream):
     rows = Dataset.from_list([{"text": "w5 w6 w7"}] * 8)
     run = trainer(tmp_path, rows.to_iterable_dataset() if stream else rows, end_fill=0)
     [view], _ = steps(run)
-    assert view.ntp_labels[0].tolist() == [6, 7, 2, -100]
+    assert view.labels[0, : view.num_clean].tolist() == [6, 7, 2, -100]
     run.train()
     assert len(logged(run, "matp_loss")) == 4
 

@@ -451,6 +451,9 @@ def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
         changed = {**json.loads(after)["setblock"]}
         assert 0 < changed.pop("acceptance") < 1, "measured, so written"
         assert changed == json.loads(before)["setblock"]
+    alone = ("--mode", "sbd", "--block-size", "4", "--no-write")  # shares its error with no other
+    shown = run("tune", folder, *words, *alone).out
+    assert "needs 539 confirming items, here were 20" in " ".join(shown.split())
 
 
 def test_command_on_a_benchmark(run, checkpoint, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from setblock.checkpoint import BUNDLED, write_settings
 from setblock.vllm import command
@@ -56,6 +57,30 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
     assert after(words, "--middleware") == "setblock.vllm.fields.Fields"
     assert environments[0]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_API_KEY" not in environments[0]
+    assert "--attention-backend" not in words
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--attention-backend", "FLASH_ATTN"],
+        ["--attention_backend=FLASH_ATTN"],
+        ["--attention-config.flash_attn_version", "4"],
+        ["-ac", '{"backend": "FLASH_ATTN"}'],
+    ],
+)
+def test_on_cuda_the_backend_is_one_that_takes_both_kinds_of_requests(run, ran, monkeypatch, typed):
+    """FlashAttention 2 and 3 and FlashInfer do not; whoever names another one gets it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    run("serve", "nano", "--engine", "vllm")
+    run("serve", "nano", "--engine", "vllm", "--", *typed)
+    assert after(ran[0], "--attention-backend") == "TRITON_ATTN"
+    assert "TRITON_ATTN" not in ran[1]
+    assert ran[1][-len(typed) :] == typed
+    monkeypatch.setattr(torch.version, "cuda", None)  # AMD's: vLLM has others there
+    run("serve", "nano", "--engine", "vllm")
+    assert "--attention-backend" not in ran[2]
 
 
 def test_every_option(run, ran, checkpoint, environments):

@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissing
 
 from setblock import nano
 from setblock.generation import generate
+from setblock.vllm import state
 
 WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -105,6 +106,27 @@ def test_32_requests_mixed(engine, model, kind, caching, asynchronous):
     requests = mixed(model(kind), 32)
     agree(served, model(kind), requests)
     agree(served, model(kind), requests[::-1])  # now their prompts are in the prefix cache
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_holds_few_logits_in_float32_at_a_time(engine, model, monkeypatch, fused):
+    """A few requests after the other then, which say the same."""
+    held = []
+    clean = state.BlockSampler._clean
+
+    def noted(sampler, logits):
+        held.append(logits.numel())
+        return clean(sampler, logits)
+
+    monkeypatch.setattr(state.BlockSampler, "_clean", noted)
+    bound = 2 * 32 * model("nano").vocab_size
+    served, requests = engine("nano", **{"fused": True} if fused else {}), mixed(model("nano"), 32)
+    answers(served, requests)
+    assert max(held) > bound
+    monkeypatch.setattr(state, "MOST_LOGITS", bound)
+    held.clear()
+    agree(served, model("nano"), requests)
+    assert max(held) <= bound
 
 
 def test_prompts_in_chunks(engine, model):

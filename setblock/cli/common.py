@@ -68,6 +68,7 @@ class Dtype(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 # Parts of a long --help; what stands in none is printed first.
@@ -186,7 +187,9 @@ SeedOption = Annotated[int, typer.Option(help="Of the sampling noise.", rich_hel
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(
-        help="Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere.",
+        metavar="TYPE",  # all of them would be wider than their column
+        help="float32, bfloat16 or float16. Default: the checkpoint's, else float32 on a CPU and "
+        "bfloat16 elsewhere, float16 on GPUs that compute in no bfloat16, such as T4 and V100.",
         rich_help_panel=MACHINE,
     ),
 ]

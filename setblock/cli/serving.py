@@ -4,7 +4,7 @@ import os
 import socket
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -135,7 +135,7 @@ def serve(
     loopback behind a proxy alone; with --json, one line says where it listens. Engine vllm is
     vLLM's own server.
     """
-    given = {"mode": mode, "solver": solver, "block_size": block_size}
+    given: Any = {"mode": mode, "solver": solver, "block_size": block_size}
     if engine is Engine.vllm:
         from setblock.vllm.command import command
 
@@ -178,12 +178,12 @@ def serve(
                 f"{model_name} was never trained for set block decoding: its blocks would hardly "
                 "make sense; --allow-untrained serves it all the same"
             )
+        settings_for(model, **given)  # bad values are refused here
         model.defaults |= {name: value for name, value in given.items() if value is not None}
-        settings_for(model)  # bad values are refused here
         if compile is not Compile.off:
             with err.status(Text(f"making kernels of {model_name}")):
-                warm_up(model, {})
-        application = build(model, model_name)
+                warm_up(model, {"block_size": block_size})
+        application = build(model, model_name, block_size)
         listening.listen()
         place = f"[{host}]" if ":" in host else host
         address = f"http://{place}:{listening.getsockname()[1]}/v1"

@@ -228,6 +228,8 @@ def train(
     quiet_libraries()
     check_packages()
     with starting():
+        from accelerate import PartialState
+
         from setblock.finetune import finetune
         from setblock.run import Run
         from setblock.watch import Stopped
@@ -261,7 +263,9 @@ def train(
             "with what there is",
             exit_code(name),
         )
-    if as_json:
+    if not PartialState().is_main_process:
+        pass  # the first rank speaks for all
+    elif as_json:
         print_json(summary)
     else:
         steps = summary["steps"]

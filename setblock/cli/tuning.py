@@ -207,7 +207,7 @@ def tune(
         return
     tell(line)
     if line["chosen"]["mode"] == "ntp":
-        need = tuning.items_needed(target)
+        need = tuning.items_needed(target, len(line["finalists"]))
         out.print(
             f"nothing faster is proven to lose at most {max_drop:g} points, and no setting is "
             "written"

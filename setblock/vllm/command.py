@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from setblock.checkpoint import ModelError, any_of, checked_settings, read_settings
@@ -15,6 +16,10 @@ from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 
 BLOCK_SIZE = 16
+# Of vLLM's backends for CUDA the one that takes requests both causal and not on every GPU:
+# FlashAttention does in its version 4 alone, FlashInfer in none.
+BACKEND = "TRITON_ATTN"
+CHOOSES_BACKEND = ("--attention-backend", "--attention-config", "-ac")  # vLLM's own words for it
 
 
 def command(
@@ -29,7 +34,8 @@ def command(
 
     settings: mode, solver, block_size, mask_token_id and dtype, where the checkpoint's own shall
     not hold.
-    more: words for vLLM's own command line.
+    more: words for vLLM's own command line; where they choose no attention backend, ours is added
+    on CUDA.
     adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
     fused: the forward that commits a block begins the next one.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
@@ -91,7 +97,13 @@ def command(
             }
         ),
     }
+    if torch.cuda.is_available() and torch.version.cuda and not _choose_backend(more):
+        words["--attention-backend"] = BACKEND
     if fused:
         more = ["--no-async-scheduling", *more]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", whole]
     return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]
+
+
+def _choose_backend(more: Sequence[str]) -> bool:
+    return any(word.replace("_", "-").startswith(CHOOSES_BACKEND) for word in more)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d  # pyright: ignore[reportMissingImports]
 from vllm.v1.worker.gpu.attn_utils import (  # pyright: ignore[reportMissingImports]
     build_attn_metadata,
 )
@@ -26,6 +27,9 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, seed_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+# Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
+# vLLM, which measures a step without them, leaves them a share of the memory that does not grow.
+MOST_LOGITS = 2**26
 
 
 class BlockState(ModelState):
@@ -76,6 +80,8 @@ class BlockState(ModelState):
         self.limit = torch.zeros(count, dtype=torch.int64, device=device)
         self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
         self.causal = torch.zeros(count, dtype=torch.int32, device=device)
+        # The noise of a request is that of the first row.
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)
         self.kinds: list[Asked] = []  # of decoding that requests have asked for
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
         self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
@@ -99,7 +105,11 @@ class BlockState(ModelState):
         self.seeds[req_index] = seed_of(params)
         ends = sorted(ends_of(params))
         row = ends + [-1] * (MOST_STOPS - len(ends))
-        self.stops[req_index] = torch.tensor(row, device=self.device)
+        self.stops[req_index] = self.sent(row)
+
+    def sent(self, values: list[int] | np.ndarray) -> Tensor:
+        """These on the device, which is not waited for."""
+        return async_tensor_h2d(values, self.device)
 
     def _kind_of(self, how: Asked) -> int:
         """Its number, which another kind had if no request asks for that one any more."""
@@ -135,7 +145,7 @@ class BlockState(ModelState):
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping[:count].long()
         widths = np.minimum(input_batch.num_scheduled_tokens[:count], self._sizes(input_batch))
-        widths = torch.from_numpy(widths).to(self.device)
+        widths = self.sent(widths)
         first = input_batch.positions[input_batch.query_start_loc[:count].long()].long()
         offset = torch.arange(self.canvas, device=self.device)
         open_slots = self.open_slots(self.block[slots], slots, first)
@@ -165,10 +175,11 @@ class BlockState(ModelState):
 
     def _noisy(self, input_batch: Any, parts: dict[str, Any]) -> Tensor:
         """Which tokens of this forward are of blocks that are not committed by it, [tokens, 1]."""
-        begins = parts["query_start_loc_cpu"][: parts["num_reqs"] + 1].to(self.device)
-        open_ones = parts["causal"] == 0
-        noisy = open_ones.repeat_interleave(begins.diff().long())
-        padding = input_batch.num_tokens_after_padding - len(noisy)
+        count = parts["num_reqs"]
+        lengths = parts["query_start_loc_gpu"][: count + 1].diff().long()
+        total = int(parts["query_start_loc_cpu"][count])
+        noisy = (parts["causal"] == 0).repeat_interleave(lengths, output_size=total)
+        padding = input_batch.num_tokens_after_padding - total
         return torch.nn.functional.pad(noisy, (0, padding))[:, None]
 
     def begins_next(self, input_batch: Any) -> np.ndarray:
@@ -197,13 +208,13 @@ class BlockState(ModelState):
         sizes[ends[places]] //= 2
         sizes[ends[places] - 1] //= 2
         begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        rows = torch.from_numpy(owner).to(self.device)
+        rows = self.sent(owner)
         causal = self.causal[:count][rows]
-        causal[torch.from_numpy(ends[places]).to(self.device)] = 0
-        lens = input_batch.seq_lens[rows] - torch.from_numpy(behind).to(self.device)
+        causal[self.sent(ends[places])] = 0
+        lens = input_batch.seq_lens[rows] - self.sent(behind)
         return {
             "num_reqs": len(owner),
-            "query_start_loc_gpu": torch.from_numpy(begins).to(self.device),
+            "query_start_loc_gpu": self.sent(begins),
             "query_start_loc_cpu": torch.from_numpy(begins),
             "max_query_len": int(sizes.max()),
             "seq_lens": lens.to(input_batch.seq_lens.dtype),
@@ -244,7 +255,7 @@ class BlockSampler:
         sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
         num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
         # Rejected are all tokens of a forward that leaves nothing in the cache.
-        rejected = torch.from_numpy(num_logits.astype(np.int32)).to(logits.device)
+        rejected = state.sent(num_logits.astype(np.int32))
         self._begin(input_batch, np.flatnonzero(num_logits == 0))
         begins_next = state.begins_next(input_batch) & state.fused
         # Without a kind are requests that vLLM makes up to measure a step.
@@ -258,8 +269,12 @@ class BlockSampler:
             whole = state.adaptive | (widths == np.minimum(how.block_size, room))
             both = begins_next[places]
             for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
-                some = places[whole & (widths == width) & (both == fused)]
-                self._move_on(how, width, fused, some, logits, input_batch, sampled, num_sampled)
+                alike = places[whole & (widths == width) & (both == fused)]
+                most = max(MOST_LOGITS // (logits.shape[-1] * width * (1 + fused)), 1)
+                for some in np.split(alike, range(most, len(alike), most)):
+                    self._move_on(
+                        how, width, fused, some, logits, input_batch, sampled, num_sampled
+                    )
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=None,
@@ -278,18 +293,16 @@ class BlockSampler:
         for kind in np.unique(state.kind[slots]):
             how, some = state.kinds[kind], np.flatnonzero(state.kind[slots] == kind)
             seeded, sampler, width = how.verified or state.adaptive, how.sampler, how.block_size
-            rows = torch.from_numpy(slots[some].astype(np.int64)).to(state.device)
+            rows = state.sent(slots[some].astype(np.int64))
+            begins = state.sent(ends[some].astype(np.int64))
             state.prompted[rows] = True
             first = torch.full_like(rows, state.mask_token_id)
             if seeded:
                 last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
-                hidden = state.model.last_hidden[torch.from_numpy(last).to(state.device)]
+                hidden = state.model.last_hidden[state.sent(last)]
                 logits = self._clean(state.model.compute_logits(hidden))
-                position = torch.from_numpy(ends[some].astype(np.int64))
-                position = position[:, None].to(state.device)
-                noise = ROW.to(state.device).expand(len(rows)), position, state.seeds[rows]
+                noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
                 first = sampler.pick(logits[:, None], *noise)[:, 0]
-            begins = torch.from_numpy(ends[some].astype(np.int64)).to(state.device)
             self._keep(rows, self._new_blocks(first), width, begins)
 
     def _move_on(
@@ -302,16 +315,16 @@ class BlockSampler:
         """
         state = self.state
         begins = input_batch.cu_num_logits_np[places]
-        index = torch.from_numpy(begins[:, None] + np.arange(2 * width if fused else width))
-        scores, *ahead = self._clean(logits[index.to(logits.device)]).split(width, dim=1)
-        places_on = torch.from_numpy(places.astype(np.int64)).to(logits.device)
+        index = state.sent(begins[:, None] + np.arange(2 * width if fused else width))
+        scores, *ahead = self._clean(logits[index]).split(width, dim=1)
+        places_on = state.sent(places.astype(np.int64))
         slots = input_batch.idx_mapping[places_on].long()
         offset = torch.arange(width, device=logits.device)
         starts = input_batch.positions[input_batch.query_start_loc[places_on].long()].long()
         position = starts[:, None] + offset
         block = state.block[slots, :width]
         causal = state.causal[places_on].bool()
-        rows, seeds = ROW.to(logits.device).expand(len(places)), state.seeds[slots]
+        rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
         seeded = how.verified or state.adaptive
@@ -381,10 +394,10 @@ class BlockSampler:
         drafts[slots] = rows
 
     def _clean(self, logits: Tensor) -> Tensor:
-        """In float32, the mask token's own at -inf: it is never said."""
-        logits = logits.float().clone()
+        """In float32, the mask token's own at -inf: it is never said.
+
+        Effects: on logits that are float32 already.
+        """
+        logits = logits.float()
         logits[..., self.state.mask_token_id] = -torch.inf
         return logits
-
-
-ROW = torch.zeros(1, dtype=torch.int64)  # the noise of a request is that of the first row
