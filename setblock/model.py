@@ -145,6 +145,7 @@ class Model:
         self.acceptance_is_known = "acceptance" in settings
         self._windows = _windows(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
+        self.num_parameters = sum(weight.numel() for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
         chain = adapters.chain_of(network)
         self.chain = chain if getattr(network, "setblock_gate", None) is not None else None
@@ -351,6 +352,7 @@ class Model:
             block_size,
             rows,
             acceptance=self.acceptance,
+            dispatch_s=self._dispatch_s,
             **fixed,
         )
 
@@ -358,8 +360,17 @@ class Model:
         """Whether copying up to `lookup` tokens is quicker than none on such a machine."""
         device = machines.device_of(self.device, self.dtype)
         return roofline.copies_pay(
-            machines.dimensions_of(self.network.config), device, lookup, rows
+            machines.dimensions_of(self.network.config),
+            device,
+            lookup,
+            rows,
+            dispatch_s=self._dispatch_s,
         )
+
+    @property
+    def _dispatch_s(self) -> float:
+        """Seconds a layer for the Python that drives it; a graph that is replayed needs none."""
+        return roofline.DISPATCH_S if self._graphs is None else 0.0
 
     def encode(self, prompt: str | Conversation, chat: bool = False) -> list[int]:
         """Token ids of a prompt, never empty.
@@ -383,7 +394,7 @@ class Model:
         return [self.bos_token_id]
 
     def __repr__(self) -> str:
-        millions = sum(weight.numel() for weight in self.network.parameters()) / 1e6
+        millions = self.num_parameters / 1e6
         kind, dtype = type(self.network).__name__, str(self.dtype).removeprefix("torch.")
         return (
             f"<setblock.Model {self.name!r}: {kind}, {millions:,.1f} million parameters, {dtype} "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import gated_adapter
 
-from setblock import generate, graphs, load
+from setblock import generate, graphs, load, roofline
 from setblock.graphs import GRAIN, MOST_GRAPHS
 from setblock.masks import causal_layout
 from setblock.model import Model, ModelError, _looked_at_again
@@ -36,6 +36,23 @@ def test_tokens_are_the_same(checkpoint, simulated_graphs, kind, way):
         for _ in range(3):
             assert answers(model, **WAYS[way], **options) == expected
     assert 0 < len(simulated_graphs) < 40
+
+
+def test_arithmetic_counts_launches_where_there_are_some(checkpoint, simulated_graphs, monkeypatch):
+    counted = []
+    for name in ("best_spending", "copies_pay"):
+        found = getattr(roofline, name)
+
+        def told(*given, found=found, **options):
+            counted.append(options["dispatch_s"])
+            return found(*given, **options)
+
+        monkeypatch.setattr(roofline, name, told)
+    for compile, dispatch_s in (("off", roofline.DISPATCH_S), ("graphs", 0)):
+        model = load(checkpoint(), compile=compile)
+        model.best_spending(8, 1)
+        model.copies_pay(8, 1)
+        assert counted[-2:] == [dispatch_s] * 2
 
 
 def test_the_rest_of_a_network_is_left_to_the_graph(checkpoint, simulated_graphs, monkeypatch):

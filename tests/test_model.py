@@ -279,11 +279,15 @@ def test_ids_past_the_tokenizer_decode_to_nothing(checkpoint):
     assert model.decode([*model.encode("a"), model.mask_token_id, model.vocab_size - 1]) == "a"
 
 
-def test_what_a_model_prints_as(checkpoint):
+def test_what_a_model_prints_as(checkpoint, monkeypatch):
+    monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
     model = load(checkpoint("llama"))
     millions = sum(weight.numel() for weight in model.network.parameters()) / 1e6
     said = f"LlamaForCausalLM, {millions:.1f} million parameters, float32 on cpu, mode 'sbd'"
     assert repr(model) == f"<setblock.Model {str(checkpoint('llama'))!r}: {said}>"
+    if packed.missing(model.device, model.dtype) is None:
+        model.pack()  # takes weights out of the network's own
+        assert said in repr(model)
 
 
 def test_text_refusals(checkpoint):

@@ -212,7 +212,7 @@ def info(
         "base": model.base,
         "adapter": model.base and ("gated" if model.gated else "lora"),
         "architecture": type(model.network).__name__,
-        "parameters": sum(weight.numel() for weight in model.network.parameters()),
+        "parameters": model.num_parameters,
         "layers": config.num_hidden_layers,
         "vocab_size": model.vocab_size,
         "context_length": model.context_length,
