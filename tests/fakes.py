@@ -79,6 +79,7 @@ class TableModel(Model):
         self.gated = self.packed = False
         self.chain = self._compiled = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
+        self.num_parameters = next_token.numel() + noisy.numel()
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.byte_ids = frozenset()
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
