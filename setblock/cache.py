@@ -17,14 +17,19 @@ from setblock.transfer import to_device
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
 
 
+AHEAD = 1024  # slots that memory grows by at least: most answers are shorter
+
+
 class Memory:
     """Room for the keys and values of so many rows; a cache has it for itself while it lives.
 
     Each layer's is allocated at its first forward, which tells the shapes.
+    room: slots of a row that are allocated, or will be; all of `capacity` where it is fixed.
     """
 
-    def __init__(self, rows: int, capacity: int) -> None:
+    def __init__(self, rows: int, capacity: int, fixed: bool = True) -> None:
         self.rows, self.capacity = rows, capacity
+        self.room = capacity if fixed else 0
         self._layers: dict[int, list[Tensor]] = {}
         self._numbers: Tensor | None = None
 
@@ -35,14 +40,22 @@ class Memory:
         return self._numbers[:rows]
 
     def of(self, layer: int, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
-        """Keys and values of a layer, [rows, heads, capacity, width] each."""
+        """Keys and values of a layer, [rows, heads, room, width] each."""
         if layer not in self._layers:
             # Zeros, not empty memory: slots nobody sees get weight 0, and 0 * NaN is NaN.
             self._layers[layer] = [
-                states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
+                states.new_zeros(self.rows, states.shape[1], self.room, states.shape[3])
                 for states in (key_states, value_states)
             ]
         return self._layers[layer]
+
+    def grow(self, needed: int) -> None:
+        """Make room for so many slots and some more. Copies what is there, a layer at a time."""
+        self.room = min(max(needed + AHEAD, 2 * self.room), self.capacity)
+        for tensors in self._layers.values():
+            for number, old in enumerate(tensors):
+                tensors[number] = old.new_zeros(*old.shape[:2], self.room, old.shape[3])
+                tensors[number][:, :, : old.shape[2]] = old
 
     def clear(self) -> None:
         """Zeros again, before another cache gets it."""
@@ -76,9 +89,17 @@ class _PrefixLayer(CacheLayerMixin):
         self.slots, self.memory, self.number = slots, memory, number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        whole = self.memory.of(self.number, key_states, value_states)
-        self.keys, self.values = (tensor[: len(key_states)] for tensor in whole)
+        self._look(self.memory.of(self.number, key_states, value_states), len(key_states))
         self.is_initialized = True
+
+    def _look(self, whole: list[Tensor], rows: int) -> None:
+        self.keys, self.values = (tensor[:rows] for tensor in whole)
+
+    def grown(self) -> None:
+        """Look at the memory where it is now."""
+        if self.is_initialized:
+            rows = len(self.keys)
+            self._look(self.memory.of(self.number, self.keys, self.values), rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Views of the slots up to the last one written. Writes in place; the only writer."""
@@ -126,11 +147,11 @@ class PrefixCache(Cache):
         memory: Memory | None = None,
         grain: int = 1,
     ) -> None:
-        """memory: of at least as many rows and slots; None for its own.
+        """memory: of at least as many rows and slots; None for its own, which grows.
 
         grain: forwards look at a multiple of so many slots, of which `memory` holds one.
         """
-        self.memory = memory = memory or Memory(batch, capacity)
+        self.memory = memory = memory or Memory(batch, capacity, fixed=False)
         self.slots = _Slots(memory.capacity, grain)
         self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long)
         self.there = self.lengths  # on the device, since the first `stage`
@@ -155,6 +176,11 @@ class PrefixCache(Cache):
                 f"a prefix of {slots.longest} tokens and {num_queries} query tokens exceed the "
                 f"cache's capacity of {slots.capacity}"
             )
+        if slots.end > self.memory.room:
+            self.memory.grow(slots.end)
+            for layer in self.layers:
+                assert isinstance(layer, _PrefixLayer)
+                layer.grown()
         differ = bool((self.lengths != slots.longest).any())
         following = torch.arange(num_queries, device=self.there.device)
         slots.index = self.there[:, None] + following if slots.grain > 1 or differ else None

@@ -9,8 +9,9 @@ from conftest import KINDS
 from fakes import TableModel
 from networks import load, token_id, uncached
 
-from setblock import loading, packed
+from setblock import cache, loading, packed
 from setblock.checkpoint import ModelError
+from setblock.generation import generate
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout, decoding_layout
 from setblock.model import Model, attention_mask
 
@@ -163,6 +164,38 @@ def test_only_kept_clean_tokens_persist_in_the_cache(checkpoint, kind):
     run(model, cache, [(texts[0], 10, 10)])
     for old, new in zip(decoded, prefix(0, 10), strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=TOLERANCE)
+
+
+def test_memory_grows_with_the_text(checkpoint, monkeypatch):
+    """Not the whole of what an answer may take is allocated, and what is there stays."""
+    model = load(checkpoint())
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    prompts = [[5, 6, 7], [8], [9] * 6]
+    ways: list[dict[str, Any]] = [{"mode": "ntp"}, {"block_size": 4}]
+    expected = [generate(model, prompts, **options, **way) for way in ways]
+    monkeypatch.setattr(cache, "AHEAD", 5)
+    rooms, grow = [], cache.Memory.grow
+
+    def growing(memory, needed):
+        grow(memory, needed)
+        rooms.append(memory.room)
+
+    monkeypatch.setattr(cache.Memory, "grow", growing)
+    found = [generate(model, prompts, **options, **way) for way in ways]
+    assert [[one.token_ids for one in way] for way in found] == [
+        [one.token_ids for one in way] for way in expected
+    ]
+    assert 11 <= rooms[0] < 40
+    assert len(rooms) > 4
+    held = model.new_cache(2, 50)
+    position = torch.arange(7).expand(2, -1)
+    model.forward(torch.full((2, 7), 5), causal_layout(position), held)
+    assert memories(held)[0].shape[2] == 12
+    before = [memory[:, :, :7].clone() for memory in memories(held)]
+    held.keep(torch.tensor([7, 7]))
+    model.forward(torch.full((2, 9), 5), causal_layout(position[:, :1] + 7 + torch.arange(9)), held)
+    assert memories(held)[0].shape[2] == 24  # twice as much
+    assert all(map(torch.equal, before, [memory[:, :, :7] for memory in memories(held)]))
 
 
 def test_memory_nobody_wrote_is_zero(checkpoint):
