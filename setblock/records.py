@@ -26,14 +26,19 @@ def new_record() -> dict[str, Any]:
         "command": shlex.join([_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
+        "machine": machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
         "results": [],
+    }
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """What computes: the CPU, and the GPU if it is the device."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
 
 

@@ -588,3 +588,29 @@ def test_vllm_is_missed(run, trained, monkeypatch):
 )
 def test_wrong_words_of_benchmark(run, trained, words, message):
     assert message in run("benchmark", trained, *words).error
+
+
+def test_a_record_names_a_gpu_only_where_it_computed(run, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    assert records.new_record()["machine"]["cuda"] == "a GPU"
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "abc"}\n')
+    few = ("--device", "cpu", "--limit", "1", "--json")
+    for words in (
+        (
+            "evaluate",
+            trained,
+            "--task",
+            "arithmetic",
+            "--mode",
+            "ntp",
+            "--max-new-tokens",
+            "8",
+            *few,
+        ),
+        ("evaluate", trained, "--task", "perplexity", "--data", text, *few),
+    ):
+        machine = run(*words).json["machine"]
+        assert machine["cuda"] is None
+        assert machine["cpu"]

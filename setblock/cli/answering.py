@@ -279,7 +279,7 @@ def demo(
     with starting():
         from setblock import live as show
         from setblock import nano
-        from setblock.records import new_record
+        from setblock.records import machine_of, new_record
 
     model = load_model(model_name, None, None, None)
     own_mode = Mode(model.defaults["mode"])
@@ -321,7 +321,7 @@ def demo(
             answers.append({"prompt": question, "correct": right, **to_json(generation, model)})
     totals = [show.total(answers, one) for one in modes]
     if as_json:
-        facts = new_record()
+        facts = new_record() | {"machine": machine_of(model.device)}
         del facts["results"]
         print_json({**facts, "model": model.name, "answers": answers, "totals": totals})
         return

@@ -148,7 +148,7 @@ def benchmark(
         from setblock.generation import encode, settings_for
         from setblock.live import spinner
         from setblock.plan import beside_measured
-        from setblock.records import Journal
+        from setblock.records import Journal, machine_of
         from setblock.roofline import DISPATCH_S
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
@@ -183,6 +183,7 @@ def benchmark(
     request |= {"lookup": lookup}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
+    journal.record["machine"] = machine_of(model.device)
     warn_untrained(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
     if ignore_eos:
         model.eos_token_ids = frozenset()
@@ -316,7 +317,7 @@ def profile(
         from setblock import benchmark as measure
         from setblock import profiling
         from setblock.generation import encode, settings_for
-        from setblock.records import Journal
+        from setblock.records import Journal, machine_of
 
     numbers = {"limit": limit, "repeats": repeats, "max-new-tokens": max_new_tokens}
     for name, value in {**numbers, "prompt-length": prompt_length}.items():
@@ -331,6 +332,7 @@ def profile(
     request |= {"pack": pack and pack.value}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
+    journal.record["machine"] = machine_of(model.device)
     ids = encode(model, texts, model.tokenizer.chat_template is not None)
     prompts = [measure.stretched(one, prompt_length) for one in ids]
     journal.record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}

@@ -156,7 +156,7 @@ def evaluate(
         from setblock.generation import settings_for
         from setblock.live import lines, progress_bar
         from setblock.loading import fingerprint_of
-        from setblock.records import Journal
+        from setblock.records import Journal, machine_of
         from setblock.scores import Sample, compare
         from setblock.tasks import load_items
 
@@ -270,6 +270,7 @@ def evaluate(
     run, say = 0, lines(err)
     for model_name in model_names:
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
+        journal.record["machine"] = machine_of(model.device)
         for one in modes:
             warn_untrained(model, one.value)
         rows = min(batch_size, max(map(len, problems.values())))
@@ -325,12 +326,14 @@ def _judge_texts(
 ) -> None:
     """The lines of perplexity, one a model, into the journal."""
     from setblock.evaluate import judge
+    from setblock.records import machine_of
 
     for run, name in enumerate(models["models"]):
         if journal.finished(run) is None:
             dtype = models["dtype"] and Dtype(models["dtype"])
             pack = Switch(models["pack"]) if "pack" in models else None
             model = load_model(name, dtype, models["device"], models["mask_token_id"], pack=pack)
+            journal.record["machine"] = machine_of(model.device)
             with err.status(Text(f"{name} reads {data.name}")):
                 line = judge(model, data, window)
             journal.finish(line)

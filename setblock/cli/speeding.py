@@ -146,13 +146,12 @@ def speedup(
         err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
         try:
             with telling(as_json), stop_at_once():
-                line = _fastest(output_dir, record, dtype, compile)
+                line, record["machine"] = _fastest(output_dir, record, dtype, compile)
         except Stopped as stop:
             fail(f"stopped by {stop} while timing; the same command goes on", exit_code(str(stop)))
         write_choice(output_dir, line, dtype, None)
         if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
             write_settings(output_dir, mode="ntp", verified=None)
-        record["machine"] = new_record()["machine"]  # the one that timed
         record["results"] = [line]
         save_record(record, file)
         _note_choice(output_dir / "README.md", record)
@@ -204,9 +203,11 @@ def _note_choice(card: Path, record: dict[str, Any]) -> None:
 
 def _fastest(
     folder: Path, record: dict[str, Any], dtype: Dtype | None, compile: Compile
-) -> dict[str, Any]:
-    """What a search among verified settings ends in, by the clock on the held-out prompts."""
-    from setblock.records import Journal, new_record
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a search among verified settings ends in, by the clock on the held-out prompts, and the
+    machine that timed.
+    """
+    from setblock.records import Journal, machine_of, new_record
     from setblock.resume import OWN_FOLDER
     from setblock.speedup import HELD_OUT, as_learned
     from setblock.tune import Target, Tried
@@ -221,9 +222,11 @@ def _fastest(
         "longest": model.defaults["block_size"],
     }
     # Times of other code, libraries or machines are no part of this search.
-    told = [request, *(new_record()[name] for name in ("commit", "versions", "machine"))]
+    machine = machine_of(model.device)
+    told = [request, machine, *(new_record()[name] for name in ("commit", "versions"))]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
     journal = Journal(request, path, path.exists())
     common = {"max_new_tokens": asked["answer_tokens"]}
-    return search(model, journal, items, tried, target, asked["batch_size"], form, common)
+    line = search(model, journal, items, tried, target, asked["batch_size"], form, common)
+    return line, machine

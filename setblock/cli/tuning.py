@@ -138,7 +138,7 @@ def tune(
         from setblock import tune as tuning
         from setblock.checkpoint import BUNDLED
         from setblock.loading import fingerprint_of
-        from setblock.records import Journal
+        from setblock.records import Journal, machine_of
         from setblock.tasks import TASKS, load_items, read_rows
     if not 0 <= max_drop < 100:
         raise ValueError(f"--max-drop must lie in 0..100 points, 100 left out, got {max_drop:g}")
@@ -200,6 +200,7 @@ def tune(
         "common": common,
     }
     journal = Journal(request, out_file, resume, kept=("longest",))
+    journal.record["machine"] = machine_of(model.device)
     line = search(model, journal, items, tried, target, batch_size, form, common)
     written = write_choice(model_name, line, dtype, mask_token_id) if write else {}
     if as_json:
