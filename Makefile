@@ -42,11 +42,11 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # By a path, which is found before a folder of the same name: Python may run in the one above.
 EDITABLE = --config-settings editable_mode=compat --editable
 
-# torch first and pinned: left to a dependency, pip would take the newest build with gigabytes of CUDA.
-# TORCH=torch takes the newest one instead, for a machine with a GPU.
+# torch first and pinned, so that nothing upgrades it. pip's index gives Linux a build with CUDA, of gigabytes.
+# TORCH=torch takes the newest one instead, TORCH=FILE_OR_URL_OF_A_WHEEL another build, one for CPUs for example.
 TORCH ?= torch==2.13.0
 $(VENV)/.base: pyproject.toml
-	@echo "installing torch and transformers into $(VENV), about a gigabyte; a minute or two"
+	@echo "installing torch and transformers into $(VENV), one gigabyte or, with CUDA, five; a minute or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	$(PIP) $(EDITABLE) .

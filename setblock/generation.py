@@ -1,7 +1,7 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -249,7 +249,7 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
     """Token ids of each prompt."""
     if not isinstance(model, Model):
         raise TypeError(f"model must be one that setblock.load() gave, got {model!r}")
-    if isinstance(prompts, Mapping):
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be texts, or lists of messages or of ids, got {prompts!r}")
     several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if several and isinstance(several[0], Mapping):
@@ -270,7 +270,7 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
         else:
             raise ValueError(
                 f"prompt {len(ids)} must be a text, a list of messages or a list of token ids, got "
-                f"{prompt!r}"
+                f"{prompt!r}" + "; one prompt of ids goes in a list too" * (type(prompt) is int)
             )
     return ids
 

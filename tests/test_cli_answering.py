@@ -69,9 +69,9 @@ def test_messages_go_through_the_template(run, trained, tmp_path):
     answer = run("generate", trained, "--messages", file, "--json", *SHORT).json
     assert tuple(answer["token_ids"]) == api(trained, talk, max_new_tokens=8).token_ids
     for content, error in (
-        ('[{"role":', "is no JSON: "),
-        ('{"role": "user", "content": "a"}', "must hold a list of messages"),
-        ("[]", "must hold a list of messages"),
+        ('[{"role":', "is not one JSON list: "),
+        ('{"role": "user", "content": "a"}', "must hold one JSON list of messages"),
+        ("[]", "must hold one JSON list of messages"),
         ('[{"role": "user"}]', "message 0 must have a role and a content"),
     ):
         file.write_text(content)

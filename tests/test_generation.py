@@ -346,6 +346,8 @@ def test_conversations_go_through_the_chat_template(checkpoint):
         (["a", [{"role": "user", "content": "a"}, 5]], "prompt 1 must be a text, a list of messa"),
         (["a", 5], "prompt 1 must be a text, a list of messages or a list of token ids, got 5"),
         (["a", None], "prompt 1 must be a text, .* or a list of token ids, got None"),
+        ([5, 6], "got 5; one prompt of ids goes in a list too"),
+        (5, "prompts must be texts, or lists of messages or of ids, got 5"),
         ({"role": "user", "content": "a"}, "prompts must be texts, or lists of messages or of"),
     ],
 )

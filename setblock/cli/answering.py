@@ -422,7 +422,9 @@ def _read_messages(file: Path) -> list[dict[str, str]]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
-        raise ValueError(f"--messages {file} is no JSON: {error}") from None
+        raise ValueError(f"--messages {file} is not one JSON list: {error}") from None
     if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
-        raise ValueError(f"--messages {file} must hold a list of messages, role and content each")
+        raise ValueError(
+            f"--messages {file} must hold one JSON list of messages, role and content each"
+        )
     return found
