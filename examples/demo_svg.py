@@ -27,8 +27,8 @@ def main(
     """Both panels run at the same pace: one forward a tick, whatever it takes on a clock."""
     loaded = setblock.load(model)
     answers = [
-        setblock.generate(loaded, prompt, chat=True, **options)[0]
-        for options in ({"mode": "ntp"}, {"mode": "sbd", "solver": solver})
+        *setblock.generate(loaded, prompt, chat=True, mode="ntp"),
+        *setblock.generate(loaded, prompt, chat=True, mode="sbd", solver=solver),
     ]
     lines = max(answer.text.count("\n") for answer in answers) + 1
     columns = max(len(line) for answer in answers for line in answer.text.split("\n"))
