@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from setblock import gated, packed
+from setblock.architectures import check_architecture
 from setblock.checkpoint import (
     ADAPTER_CONFIG,
     BUNDLED,
@@ -35,7 +36,7 @@ from setblock.checkpoint import (
     write_settings,
 )
 from setblock.mask_token import rows_of
-from setblock.model import COMPILE, Model, check_architecture
+from setblock.model import COMPILE, Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

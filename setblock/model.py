@@ -1,102 +1,42 @@
 """One forward of a causal language model over any mix of clean and noisy tokens.
 
-    Model             a network, its tokenizer and its mask token, ready to decode
-    attention_mask()  the visibility rule in the form that a network's attention takes
-
-The model classes are transformers' own: masks and positions are handed in, no class is copied.
-`loading.load` makes a Model out of a name.
+A Model is a network, its tokenizer and its mask token, ready to decode. The network's class is
+transformers' own: masks and positions are handed in, no class is copied. `loading.load` makes a
+Model out of a name.
 """
 
-import inspect
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from setblock import adapters, attention, gated, graphs, machines, mask_token, packed, roofline
+from setblock import (
+    adapters,
+    attention,
+    gated,
+    graphs,
+    kernels,
+    machines,
+    mask_token,
+    packed,
+    roofline,
+)
+from setblock.architectures import attention_mask, check_architecture, takes_one_mask, windows_of
 from setblock.cache import CACHE, PrefixCache
-from setblock.checkpoint import ModelError, any_of, checked_settings
+from setblock.checkpoint import ModelError, checked_settings
 from setblock.graphs import Graphs
-from setblock.masks import Layout, WholeRows, flex_block_mask, visible
+from setblock.masks import Layout
 from setblock.transfer import to_device
 
 COMPILE = ("on", "kernels", "graphs")
-MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
 Conversation = Sequence[Mapping[str, str]]  # messages of role and content
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
-
-BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
-FULL = {"full_attention": None}  # the windows of a network without any
-
-# Classes whose forward takes one mask per layer type; the tests run each of them.
-TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
-
-# Settings that change attention in ways which a boolean mask given to SDPA can't express.
-REFUSED_SETTINGS = (
-    "alibi", "attention_chunk_size", "attn_logit_softcapping", "use_bidirectional_attention",
-)  # fmt: skip
-
-
-def attention_mask(
-    network: Any,
-    queries: Layout,
-    keys: Layout,
-    windows: dict[str, int | None] | None = None,
-    rows: WholeRows | None = None,
-) -> Any:
-    """What to pass to this network as `attention_mask`; a dict by layer type where layers differ.
-
-    A bool tensor for scaled_dot_product_attention, a BlockMask for FlexAttention.
-    windows: those of the network, where they are known already.
-    rows: as for flex_block_mask; a bool tensor needs none.
-    Raises: ModelError for other backends, which misread both without a word (eager adds 1 and 0 to
-    the scores).
-    """
-    backend = network.config._attn_implementation
-    if backend not in BACKENDS:
-        raise ModelError(
-            f"attn_implementation {backend!r} misreads our masks; use {any_of(BACKENDS)}"
-        )
-    windows = windows or _windows(network.config)
-    more = {} if rows is None or BACKENDS[backend] is visible else {"rows": rows}
-    masks = {
-        kind: BACKENDS[backend](queries, keys, width, **more) for kind, width in windows.items()
-    }
-    return masks if len(masks) > 1 else masks.popitem()[1]
-
-
-def _windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """Each layer type of the network with its sliding window, None for full attention."""
-    # getattr with a default here and below: every architecture has settings of its own.
-    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # transformers' own rule: then all layers are alike
-        kinds = ["sliding_attention" if windows["sliding_attention"] else "full_attention"]
-    if unknown := set(kinds) - set(windows):
-        raise ModelError(
-            f"{config.model_type} has layers of type {any_of(unknown)}; "
-            f"only {any_of(windows)} can run"
-        )
-    if len(set(kinds)) > 1 and config.model_type not in TAKES_MASK_PER_LAYER_TYPE:
-        raise ModelError(
-            f"{config.model_type} mixes full and sliding-window layers but takes one mask for all; "
-            f"of such models only {any_of(TAKES_MASK_PER_LAYER_TYPE)} can run"
-        )
-    return {kind: windows[kind] for kind in sorted(set(kinds))}
 
 
 class Model:
@@ -143,7 +83,7 @@ class Model:
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
-        self._windows = _windows(network.config)
+        self._windows = windows_of(network.config)
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         self.num_parameters = sum(weight.numel() for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
@@ -252,7 +192,7 @@ class Model:
                 tokens, position, logits_at = tokens.clone(), position.clone(), picked.clone()
             cache.stage(layout, lengths)
             # A row's one token sees whatever stands before it.
-            if tokens.shape[1] == 1 and self._takes_one_mask():
+            if tokens.shape[1] == 1 and takes_one_mask(self.network, self._windows):
                 slots = torch.arange(cache.slots.end, device=tokens.device)
                 mask = (slots <= lengths[:, None])[:, None, None]
             else:
@@ -263,11 +203,6 @@ class Model:
             output = run(tokens, position, mask, cache, logits_at, told)
         width = 0 if self.chain is None else self.chain.width
         return output[..., : output.shape[-1] - width], output[..., output.shape[-1] - width :]
-
-    def _takes_one_mask(self) -> bool:
-        """Whether all layers take one mask, of booleans."""
-        backend = self.network.config._attn_implementation
-        return self._windows == FULL and BACKENDS.get(backend) is visible
 
     def _run(
         self,
@@ -322,24 +257,13 @@ class Model:
         """
         if how not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
-        kernels = how != "graphs"
-        compilers = (os.environ.get("CXX", "g++"), "clang++")
-        if kernels and self.device.type == "cpu" and not any(map(shutil.which, compilers)):
-            raise ModelError(f"compile needs a C++ compiler: none of {any_of(compilers)} is here")
         run = self._run
-        if kernels:
-            # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
-            config: Any = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
-            # Else it traces a network twice, the second time with what floats it has held fixed.
-            config.specialize_float = True
+        if how != "graphs":
+            if why := kernels.missing(self.device):
+                raise ModelError(why)
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
-            # Kernels belong to a code, and what is checked of a network does not tell two apart.
-            shared = Model._run
-            code, closure = shared.__code__.replace(), shared.__closure__
-            run = MethodType(FunctionType(code, shared.__globals__, closure=closure), self)
-            run = torch.compile(run, dynamic=True, options={"guard_filter_fn": _looked_at_again})
+            run = kernels.compiled(self._run)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             run = self._graphs = Graphs(self.network, run)
         self._compiled = run
@@ -436,48 +360,6 @@ class Model:
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
-
-
-def _looked_at_again(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch.compile's conditions a forward in its kernels checks.
-
-    Thousands say of a model's own network that its layers are what they were, without hooks: to
-    check them takes a twenty-fifth of a forward of SmolLM2. Numbers and tensors that layers hold
-    beside their weights may change, as a gate does.
-    """
-    values = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
-    return [
-        not one.name.startswith("self.network.")
-        or (one.guard_type in values and not isinstance(one.value, torch.nn.Parameter))
-        for one in guards
-    ]
-
-
-def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse what can't run under our masks, before any weights are read."""
-    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    refused = [setting for setting in REFUSED_SETTINGS if getattr(config, setting, None)]
-    needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
-    if config.is_encoder_decoder:
-        problem = "is an encoder-decoder"
-    elif config.get_text_config() is not config:
-        problem = "is multimodal"
-    elif network is None:
-        problem = "has no causal language model class in transformers"
-    elif config.architectures and network.__name__ not in config.architectures:
-        problem = f"is here a {any_of(config.architectures)}, not a {network.__name__}"
-    elif refused:
-        problem = f"sets {any_of(refused)}, which our masks can't express"
-    elif network._is_stateful or not network._supports_sdpa:
-        problem = "has no attention that takes a mask for each token"
-    elif lacking := needed - set(inspect.signature(network.forward).parameters):
-        problem = f"takes no {any_of(lacking)}"
-    else:
-        _windows(config)  # refuses layer types
-        return
-    raise ModelError(
-        f"{config.model_type} {problem}; a decoder-only causal language model is needed"
-    )
 
 
 def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:

@@ -11,10 +11,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import DynamicCache
 
 from setblock.adapters import chain_of, half, has_halves, is_gated, peft_offsets
+from setblock.architectures import attention_mask
 from setblock.cache import CACHE
 from setblock.head import Scores, Targets, scoring
 from setblock.masks import Layout
-from setblock.model import attention_mask
 from setblock.objective import View
 
 

@@ -3,9 +3,9 @@
 import torch
 
 from setblock import gated
+from setblock.architectures import attention_mask
 from setblock.chain import CANDIDATES
 from setblock.masks import Layout
-from setblock.model import attention_mask
 from setblock.solvers import entropy
 
 

@@ -145,7 +145,7 @@ def test_lora_and_gated_differ_on_clean_tokens():
     ids = torch.tensor([[5, 6, 7, MASK, MASK]])
     layout = decoding_layout(torch.arange(5)[None], torch.tensor([3]), torch.tensor([5]))
     plain = network()(input_ids=ids, position_ids=layout.position).logits
-    from setblock.model import attention_mask
+    from setblock.architectures import attention_mask
 
     for method in ("lora", "gated"):
         net = adapted(method)
@@ -170,7 +170,7 @@ def test_gate_is_each_rows_noisy_suffix():
 @pytest.mark.parametrize("shape", ["llama", "smollm2", "gemma3"])
 def test_what_decodes_computes_what_was_trained(tmp_path, shape):
     """Layers of our own against peft's: rows of which some, all and no tokens are noisy."""
-    from setblock.model import attention_mask
+    from setblock.architectures import attention_mask
 
     net: Any = adapted(shape=shape).eval()
     net.save_pretrained(tmp_path)

@@ -16,12 +16,12 @@ from trainers import MASK, network
 from trainings import one_line, train
 
 from setblock import adapters, chain
+from setblock.architectures import attention_mask
 from setblock.chain import Chain, joined
 from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
 from setblock.loading import ModelError
 from setblock.masks import CLEAN
-from setblock.model import attention_mask
 from setblock.verified import BranchDrafts
 
 pytestmark = [

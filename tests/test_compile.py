@@ -61,13 +61,13 @@ print("same")
 TWO = """
 import json, sys
 import setblock
-from setblock import model as module
+from setblock import kernels as module
 asked, kept = [], []
-def counted(guards, filter=module._looked_at_again):
+def counted(guards, filter=module.looked_at_again):
     asked.append(len(guards))
     kept.append(filter(guards))
     return kept[-1]
-module._looked_at_again = counted
+module.looked_at_again = counted
 def said(model):
     ways = {"mode": "verified", "block_size": 4, "branches": 1, "ignore_eos": True}
     return setblock.generate(model, [[5, 9, 30]], max_new_tokens=12, **ways)[0].token_ids

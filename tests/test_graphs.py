@@ -8,8 +8,9 @@ from conftest import gated_adapter
 
 from setblock import generate, graphs, load, roofline
 from setblock.graphs import GRAIN, MOST_GRAPHS
+from setblock.kernels import looked_at_again
 from setblock.masks import causal_layout
-from setblock.model import Model, ModelError, _looked_at_again
+from setblock.model import Model, ModelError
 
 PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8, 3, 3, 9], [6] * 5]
 WAYS: dict[str, dict[str, Any]] = {
@@ -213,7 +214,7 @@ def test_kernels_alone(checkpoint, simulated_graphs, monkeypatch):
         model = load(checkpoint(), compile=how)
         assert [answers(model, mode="sbd") for _ in range(3)] == [expected] * 3
         assert (len(simulated_graphs) > before) == recorded
-        filters = {"guard_filter_fn": _looked_at_again}
+        filters = {"guard_filter_fn": looked_at_again}
         assert compiled.pop() == {"dynamic": True, "options": filters}
     network = load(checkpoint(), device="cpu")
     network.network.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}

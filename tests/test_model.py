@@ -10,10 +10,11 @@ from fakes import TableModel
 from networks import load, token_id, uncached
 
 from setblock import cache, loading, packed
+from setblock.architectures import attention_mask
 from setblock.checkpoint import ModelError
 from setblock.generation import generate
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout, decoding_layout
-from setblock.model import Model, attention_mask
+from setblock.model import Model
 
 TOLERANCE = 1e-5
 DENSE = [kind for kind in KINDS if kind != "mixtral"]

@@ -1,0 +1,106 @@
+"""Which networks can run under our masks, and the mask that each takes.
+
+check_architecture()  refuses the others, before any weights are read
+attention_mask()      the visibility rule in the form that a network's attention takes
+"""
+
+import inspect
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from setblock import attention
+from setblock.cache import CACHE
+from setblock.checkpoint import ModelError, any_of
+from setblock.masks import Layout, WholeRows, flex_block_mask, visible
+
+BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
+FULL = {"full_attention": None}  # the windows of a network without any
+
+# Classes whose forward takes one mask per layer type; the tests run each of them.
+TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
+
+# Settings that change attention in ways which a boolean mask given to SDPA can't express.
+REFUSED_SETTINGS = (
+    "alibi", "attention_chunk_size", "attn_logit_softcapping", "use_bidirectional_attention",
+)  # fmt: skip
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse what can't run under our masks, before any weights are read."""
+    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    refused = [setting for setting in REFUSED_SETTINGS if getattr(config, setting, None)]
+    needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
+    if config.is_encoder_decoder:
+        problem = "is an encoder-decoder"
+    elif config.get_text_config() is not config:
+        problem = "is multimodal"
+    elif network is None:
+        problem = "has no causal language model class in transformers"
+    elif config.architectures and network.__name__ not in config.architectures:
+        problem = f"is here a {any_of(config.architectures)}, not a {network.__name__}"
+    elif refused:
+        problem = f"sets {any_of(refused)}, which our masks can't express"
+    elif network._is_stateful or not network._supports_sdpa:
+        problem = "has no attention that takes a mask for each token"
+    elif lacking := needed - set(inspect.signature(network.forward).parameters):
+        problem = f"takes no {any_of(lacking)}"
+    else:
+        windows_of(config)  # refuses layer types
+        return
+    raise ModelError(
+        f"{config.model_type} {problem}; a decoder-only causal language model is needed"
+    )
+
+
+def attention_mask(
+    network: Any,
+    queries: Layout,
+    keys: Layout,
+    windows: dict[str, int | None] | None = None,
+    rows: WholeRows | None = None,
+) -> Any:
+    """What to pass to this network as `attention_mask`; a dict by layer type where layers differ.
+
+    A bool tensor for scaled_dot_product_attention, a BlockMask for FlexAttention.
+    windows: those of the network, where they are known already.
+    rows: as for flex_block_mask; a bool tensor needs none.
+    Raises: ModelError for other backends, which misread both without a word (eager adds 1 and 0 to
+    the scores).
+    """
+    backend = network.config._attn_implementation
+    if backend not in BACKENDS:
+        raise ModelError(
+            f"attn_implementation {backend!r} misreads our masks; use {any_of(BACKENDS)}"
+        )
+    windows = windows or windows_of(network.config)
+    more = {} if rows is None or BACKENDS[backend] is visible else {"rows": rows}
+    masks = {
+        kind: BACKENDS[backend](queries, keys, width, **more) for kind, width in windows.items()
+    }
+    return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def windows_of(config: PretrainedConfig) -> dict[str, int | None]:
+    """Each layer type of the network with its sliding window, None for full attention."""
+    # getattr with a default here and below: every architecture has settings of its own.
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # transformers' own rule: then all layers are alike
+        kinds = ["sliding_attention" if windows["sliding_attention"] else "full_attention"]
+    if unknown := set(kinds) - set(windows):
+        raise ModelError(
+            f"{config.model_type} has layers of type {any_of(unknown)}; "
+            f"only {any_of(windows)} can run"
+        )
+    if len(set(kinds)) > 1 and config.model_type not in TAKES_MASK_PER_LAYER_TYPE:
+        raise ModelError(
+            f"{config.model_type} mixes full and sliding-window layers but takes one mask for all; "
+            f"of such models only {any_of(TAKES_MASK_PER_LAYER_TYPE)} can run"
+        )
+    return {kind: windows[kind] for kind in sorted(set(kinds))}
+
+
+def takes_one_mask(network: Any, windows: dict[str, int | None]) -> bool:
+    """Whether all layers of a network with these windows take one mask, of booleans."""
+    return windows == FULL and BACKENDS.get(network.config._attn_implementation) is visible
