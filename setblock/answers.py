@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from setblock.files import end_last_line, lines_of
 from setblock.generation import stream
 from setblock.loading import lasting
 from setblock.model import Model
@@ -44,31 +45,25 @@ def regenerate(
     prompts = prompts_of(model, rows)  # of those known already not: a template may tell the date
     how = {"model": lasting(model.author), "max_new_tokens": max_new_tokens}
     known: dict[int, dict[str, Any]] = {}
-    if file.exists():
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            try:
-                answer = json.loads(line)
-            except ValueError:
-                continue  # cut short by a kill
-            if not isinstance(answer, dict) or not all(
-                isinstance(answer.get(name), kind) for name, kind in OURS.items()
-            ):
-                raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
-            index = answer["index"]
-            asked = {**how, "prompt": rows[index]["prompt"] if index < len(rows) else None}
-            for name, value in asked.items():
-                if answer.get(name) != value:
-                    raise ValueError(
-                        f"{file} holds answers of another run: {name} of answer {index} differs; "
-                        "move it away"
-                    )
-            known[index] = answer
+    for number, _, answer in lines_of(file):
+        if not isinstance(answer, dict) or not all(
+            isinstance(answer.get(name), kind) for name, kind in OURS.items()
+        ):
+            raise ValueError(f"{file}:{number}: no answer of ours; move the file away")
+        index = answer["index"]
+        asked = {**how, "prompt": rows[index]["prompt"] if index < len(rows) else None}
+        for name, value in asked.items():
+            if answer.get(name) != value:
+                raise ValueError(
+                    f"{file} holds answers of another run: {name} of answer {index} differs; "
+                    "move it away"
+                )
+        known[index] = answer
     missing = [index for index in range(len(rows)) if index not in known]
     on_start(len(known))
     file.parent.mkdir(parents=True, exist_ok=True)
+    end_last_line(file)
     with file.open("a", encoding="utf-8") as out:
-        if file.stat().st_size and not file.read_text(encoding="utf-8").endswith("\n"):
-            out.write("\n")
         reveals = (
             stream(
                 writer(model),

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from setblock.contenders import BASELINE, Contender, Run, now
+from setblock.contenders import BASELINE, Contender, Timing, now
 from setblock.decode import CHUNK
 from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model
 
-Round = tuple[list[Run], float]  # a contender's runs, and what their bare forwards took, in seconds
+Round = tuple[
+    list[Timing], float
+]  # a contender's runs, and what their bare forwards took, in seconds
 WARM_UPS = 2  # rounds of bare forwards: in the second one graphs are recorded
 
 
@@ -75,7 +77,7 @@ def compare(
 def _lines(
     rounds: list[dict[str, Round]], prompts: Sequence[Sequence[int]], batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    def per_token(runs: list[Run], whole: bool) -> float:
+    def per_token(runs: list[Timing], whole: bool) -> float:
         seconds = sum(run.decode_s + (run.prefill_s if whole else 0.0) for run in runs)
         return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
 

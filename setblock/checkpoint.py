@@ -11,6 +11,8 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
 
+from setblock.files import write_whole
+
 _GIVEN = os.environ.get("XDG_CACHE_HOME", "")  # one that is not absolute shall be ignored
 # Stays "~/.cache" where nobody is at home; Path.expanduser would raise.
 CACHE = Path(_GIVEN if os.path.isabs(_GIVEN) else os.path.expanduser("~/.cache")) / "setblock"
@@ -117,9 +119,7 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     content["setblock"] = checked_settings(
         {name: value for name, value in merged.items() if value is not None}
     )
-    fresh = path.with_suffix(".json.new")
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)  # a kill or a full disk leaves the old file whole
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def any_of(names: Iterable[str]) -> str:

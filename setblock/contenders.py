@@ -23,7 +23,7 @@ LOOKUP_TOKENS = 10  # transformers' own default for prompt-lookup decoding
 
 
 @dataclass(frozen=True)
-class Run:
+class Timing:
     """What one contender took for one batch of prompts, in seconds, and what came of it.
 
     prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
@@ -40,13 +40,13 @@ class Run:
     forwards: tuple[tuple[int, int, int, int], ...] = ()
 
 
-Contender = Callable[[Model, Sequence[Sequence[int]], int], Run]
+Contender = Callable[[Model, Sequence[Sequence[int]], int], Timing]
 
 
 def ours(**options: Any) -> Contender:
     """One of this package's modes."""
 
-    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Timing:
         given: Options = {**options, "max_new_tokens": max_new_tokens}  # type: ignore[typeddict-item]
         seen: list[tuple[int, Layout, int]] = []
         if len(prompts) == 1:
@@ -55,7 +55,7 @@ def ours(**options: Any) -> Contender:
             answers = generate(model, prompts, **given)
         finally:
             model.watch = None
-        return Run(
+        return Timing(
             prefill_s=max(one.prefill_s for one in answers),
             decode_s=max(one.decode_s for one in answers),
             tokens=sum(one.num_tokens for one in answers),
@@ -76,7 +76,7 @@ def transformers_generate(stock: Any = None, **options: Any) -> Contender:
     stock: the same network with its linear layers as transformers has them, for a packed model.
     """
 
-    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Timing:
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), model.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -111,7 +111,7 @@ def transformers_generate(stock: Any = None, **options: Any) -> Contender:
         for row in found.tolist():
             stop = min((row.index(end) + 1 for end in ends if end in row), default=len(row))
             answers.append(tuple(row[:stop]))
-        return Run(
+        return Timing(
             prefill_s=prefill_s,
             decode_s=max(whole_s - prefill_s, 0.0),
             tokens=sum(map(len, answers)),
@@ -220,7 +220,7 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
             if value is not None:
                 os.environ[name] = value
 
-    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
+    def run(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Timing:
         texts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
         def timed(count: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
@@ -239,7 +239,9 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
 
         prefill_s, _ = timed(1)
         whole_s, answers = timed(max_new_tokens)
-        return Run(prefill_s, max(whole_s - prefill_s, 0.0), sum(map(len, answers)), None, answers)
+        return Timing(
+            prefill_s, max(whole_s - prefill_s, 0.0), sum(map(len, answers)), None, answers
+        )
 
     try:
         yield run

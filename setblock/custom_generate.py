@@ -22,13 +22,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from setblock.generation import Options, stream
+from setblock.generation import OWN, Options, ending_at, stream
 from setblock.model import Model
 
-OWN = (
-    "mode", "solver", "block_size", "seed", "next_token_seed", "fallback", "draft", "branches",
-    "seeds", "lookup", "lenience",
-)  # fmt: skip
 # Settings of transformers' generation that are ours as well.
 SHARED = (
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "eos_token_id",
@@ -99,11 +95,7 @@ def generate(
     shown = torch.ones_like(prompts) if attention_mask is None else attention_mask
     if attention_mask is None and pad not in wrapped.eos_token_ids:
         shown = prompts != pad  # as transformers infers it
-    # A special token is no part of a text: it ends an answer as EOS does.
-    named = [text for text in stop if text in wrapped.special_tokens]
-    ids: Any = wrapped.tokenizer.convert_tokens_to_ids(named)
-    wrapped.eos_token_ids |= frozenset(ids)
-    options["stop"] = [text for text in stop if text not in named]
+    wrapped, options["stop"] = ending_at(wrapped, stop)
     rows = [ids[seen.bool()].tolist() for ids, seen in zip(prompts, shown, strict=True)]
     if streamer is not None:
         if len(rows) > 1:

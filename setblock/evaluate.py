@@ -19,7 +19,7 @@ from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
 from setblock.scores import Sample, Score, ratio_interval, repetition
-from setblock.tasks import SUFFIXES, TASKS, Item, Rows, Task, read_rows
+from setblock.tasks import SUFFIXES, TASKS, DataRows, Item, Task, read_rows
 
 PERPLEXITY = "perplexity"
 
@@ -31,8 +31,8 @@ class Form:
     task: Task
     chat: bool = True
     examples: tuple[Item, ...] = ()
-    data: Rows | None = None
-    shots_data: Rows | None = None
+    data: DataRows | None = None
+    shots_data: DataRows | None = None
 
     def prompt(self, item: Item) -> str | list[int]:
         """The text of an item, or its token ids."""
@@ -176,7 +176,7 @@ def _sample(
 ) -> Sample:
     """The sample of a generation, not yet checked or timed."""
     ids = generation.token_ids
-    judged = likelihood.score(model, [*prompt, *ids], len(prompt))
+    judged = likelihood.next_tokens(model, [*prompt, *ids], len(prompt))
     return Sample(
         index=index,
         key=key,
@@ -194,7 +194,7 @@ def _sample(
     )
 
 
-def read_texts(data: str, limit: int | None = None, split: str = "test") -> Rows:
+def read_texts(data: str, limit: int | None = None, split: str = "test") -> DataRows:
     """The texts of rows {"text": ...}, as `tasks.read_rows` reads them, or of a plain file as one.
 
     Raises: ValueError naming source and row for a row of another form; OSError.
@@ -206,7 +206,7 @@ def read_texts(data: str, limit: int | None = None, split: str = "test") -> Rows
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-        return Rows(path.name, hashlib.sha256(content).hexdigest(), (text,))
+        return DataRows(path.name, hashlib.sha256(content).hexdigest(), (text,))
     found = read_rows(data, split)
     for number, row in enumerate(found.rows[:limit], start=1):
         if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
@@ -214,7 +214,7 @@ def read_texts(data: str, limit: int | None = None, split: str = "test") -> Rows
     return replace(found, rows=tuple(row["text"] for row in found.rows[:limit]))
 
 
-def judge(model: Model, data: Rows, window: int | None) -> dict[str, Any]:
+def judge(model: Model, data: DataRows, window: int | None) -> dict[str, Any]:
     """One line of a record: a model's perplexity on the texts of `read_texts`, each by itself.
 
     window: tokens that a forward sees at most, default the model's context.

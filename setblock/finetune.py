@@ -31,14 +31,16 @@ from setblock.resume import (
     read_state,
     write_lines,
 )
-from setblock.run import OWN, Run, names_of, parse_config, settings_of_run
+from setblock.run import OWN, TrainingRun, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
 from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of, stop_at_once
 
 MOST_COPIED = 2**32  # bytes of weights that there may be twice while a model answers
 
 
-def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
+def finetune(
+    run: TrainingRun, arguments: list[str], say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Train a model on rows and save it; what was done, as JSON values.
 
     arguments: fields of SBDConfig as on a command line, such as ["--max-steps", "100"].
@@ -169,7 +171,7 @@ def finetune(run: Run, arguments: list[str], say: Callable[[str], None] = print)
     return summary
 
 
-def _with_adapter(run: Run, config: SBDConfig, model: Model) -> Model:
+def _with_adapter(run: TrainingRun, config: SBDConfig, model: Model) -> Model:
     """The model with the adapter that is trained: a new one, or the one that it has."""
     set_seed(config.seed)  # of the adapter's first values
     own = {**_settings_of(model), "mask_token_id": model.mask_token_id}
@@ -201,7 +203,7 @@ def _with_adapter(run: Run, config: SBDConfig, model: Model) -> Model:
 
 
 def _probe(
-    run: Run, config: SBDConfig, model: Model, held_out: Any, say: Callable[[str], None]
+    run: TrainingRun, config: SBDConfig, model: Model, held_out: Any, say: Callable[[str], None]
 ) -> DecodeProbe:
     """What decodes the held-out prompts now and then."""
     options = {
@@ -248,7 +250,7 @@ def _restore(trainer: SBDTrainer, checkpoint: Path, state: TrainerState) -> None
         trainer._load_best_model()
 
 
-def _as_adapted(run: Run, model: Model) -> Run:
+def _as_adapted(run: TrainingRun, model: Model) -> TrainingRun:
     """The run with the settings of the adapter that it goes on training, or folds in.
 
     Raises: ValueError for an adapter of another method or other settings.
@@ -274,7 +276,7 @@ def _as_adapted(run: Run, model: Model) -> Run:
     if (chain := adapters.chain_of(model.network)) is not None:
         kept["chain_width"] = chain.width
     for name, value in kept.items():
-        if getattr(run, name) not in (getattr(Run, name), value):
+        if getattr(run, name) not in (getattr(TrainingRun, name), value):
             raise ValueError(f"{name} of {run.model} is {value}, got {getattr(run, name)}")
     return replace(run, **kept)
 
@@ -318,7 +320,12 @@ def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
 
 
 def _as_prompts(
-    rows: Any, model: Model, run: Run, config: SBDConfig, use: str, say: Callable[[str], None]
+    rows: Any,
+    model: Model,
+    run: TrainingRun,
+    config: SBDConfig,
+    use: str,
+    say: Callable[[str], None],
 ) -> Any:
     """Rows with prompts as training will see them, so that they are decoded the same way.
 
@@ -328,7 +335,12 @@ def _as_prompts(
 
 
 def fitting(
-    rows: Any, model: Model, run: Run, config: SBDConfig, use: str, say: Callable[[str], None]
+    rows: Any,
+    model: Model,
+    run: TrainingRun,
+    config: SBDConfig,
+    use: str,
+    say: Callable[[str], None],
 ) -> Any:
     """The rows whose prompts leave room for an answer; the others are counted aloud.
 
@@ -350,13 +362,13 @@ def fitting(
     return rows.select(kept)
 
 
-def _room(model: Model, run: Run, config: SBDConfig) -> int:
+def _room(model: Model, run: TrainingRun, config: SBDConfig) -> int:
     """Tokens of a prompt that answer_tokens leave in the context, in whole blocks."""
     slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
     return model.context_length - slots
 
 
-def _training_rows(run: Run) -> Any:
+def _training_rows(run: TrainingRun) -> Any:
     return load_rows(
         run.files,
         run.split,
@@ -368,7 +380,7 @@ def _training_rows(run: Run) -> Any:
     )
 
 
-def check_beside_own(run: Run) -> None:
+def check_beside_own(run: TrainingRun) -> None:
     """Looks at the data beside the model's own prompts, before minutes of making those up.
 
     Raises: ValueError for what can't be read, or prompts of messages, which do not mix with text.
@@ -382,7 +394,7 @@ def check_beside_own(run: Run) -> None:
         )
 
 
-def make_up_prompts(run: Run, model: Model, seed: int, say: Callable[[str], None]) -> None:
+def make_up_prompts(run: TrainingRun, model: Model, seed: int, say: Callable[[str], None]) -> None:
     """Effects: run.prompts_file holds as many as were asked for."""
     count, file = run.own_prompts, run.prompts_file
 
@@ -416,7 +428,7 @@ def _check_shared(file: Path, known: int, count: int) -> None:
         )
 
 
-def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
+def _own_answers(run: TrainingRun, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
     file = run.output_dir / OWN_FOLDER / "answers.jsonl"
     every = max(len(rows) // 20, 1)
 
@@ -445,7 +457,7 @@ def _own_answers(run: Run, model: Model, rows: Any, say: Callable[[str], None]) 
     return own
 
 
-def _writer(run: Run, model: Model) -> Model:
+def _writer(run: TrainingRun, model: Model) -> Model:
     """What answers for a model: on a CPU a copy whose weights are laid out for decoding.
 
     Those can't be trained. Of large models no copy is made.

@@ -1,5 +1,6 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
+import copy
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
+SETTLING = 32  # tokens after which a text is decoded from a later place on
 ONE_SHOT = "entropy:inf"  # the solver that fills a block in one forward
 
 # A text, a conversation, or several prompts: texts, conversations or lists of token ids.
@@ -45,6 +47,11 @@ class Options(TypedDict, total=False):
     seeds: int
     lookup: int | None
     lenience: float
+
+
+# Options that other libraries' generation has as well, by whatever name; the others are ours alone.
+COMMON = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 
 
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
@@ -239,6 +246,19 @@ def _stream(
     )
 
 
+def ending_at(model: Model, stop: Iterable[str]) -> tuple[Model, list[str]]:
+    """(the model, ending also at special tokens among these stop texts; the other texts).
+
+    A special token is no part of a text: it ends an answer as EOS does.
+    """
+    texts = list(stop)
+    named = [text for text in texts if text in model.special_tokens]
+    ids: Any = model.tokenizer.convert_tokens_to_ids(named)
+    ending = copy.copy(model)
+    ending.eos_token_ids = model.eos_token_ids | frozenset(ids)
+    return ending, [text for text in texts if text not in named]
+
+
 def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """The rows that are decoded together: those of like length, so that prompts pad little."""
     order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
@@ -390,6 +410,10 @@ class TextPieces:
         self.model, self.stop = model, stop
         self.text = ""  # all that was handed out
         self._num_ids = 0
+        self._opening = model.byte_ids | model.special_token_ids
+        # The text of the first `_settled` ids, which those behind them don't change. To decode
+        # more, begin at the place settled before: a first token may lose its space.
+        self._before, self._settled, self._settled_text = 0, 0, ""
 
     def extend(self, ids: list[int], ended: bool) -> tuple[list[int], str, bool]:
         """(ids up to the stop text, newly committed text, whether a stop text was met).
@@ -399,27 +423,44 @@ class TextPieces:
         places, full = [], ""
         # After each token, as next-token decoding: what one says may be another text with the next.
         for count in range(self._num_ids + 1, len(ids) + 1) if self.stop else ():
-            full = self.model.decode(ids[:count])
-            if places := [full.find(stop) for stop in self.stop if stop in full]:
+            looked_at = max(len(self._settled_text) - max(map(len, self.stop)), 0)
+            full = self._text_of(ids, count)
+            found = [full.find(stop, looked_at) for stop in self.stop]
+            if places := [place for place in found if place >= 0]:
                 ids, full = ids[:count], full[: min(places)]
                 break
         stopped = bool(places)
         if not stopped and ended:
             full = self.model.decode(ids)
         elif not stopped:
-            full = self.model.decode(ids[: len(ids) - self._single_bytes(ids)])
+            full = self._text_of(ids, len(ids) - self._open_end(ids))
             full = full[: len(full) - _held_back(full, self.stop)]
         self._num_ids = len(ids)
         piece = full[len(self.text) :]
         self.text = self.text + piece
         return ids, piece, stopped
 
-    def _single_bytes(self, ids: list[int]) -> int:
-        """Tokens at the end that stand for one byte each: such are read together, and until another
-        one comes even a line break may turn out to be none.
+    def _text_of(self, ids: list[int], count: int) -> str:
+        """The text of ids[:count], of which only what is not settled yet is decoded."""
+        known = self.model.decode(ids[self._before : self._settled])
+        text = self.model.decode(ids[self._before : count])
+        whole = self._settled_text + text[len(known) :]
+        if (
+            count - self._settled >= SETTLING
+            and len(text) > len(known)
+            and not text.endswith("\ufffd")  # half of a character
+            and not self._open_end(ids[count - 1 : count])
+        ):
+            self._before, self._settled, self._settled_text = self._settled, count, whole
+        return whole
+
+    def _open_end(self, ids: list[int]) -> int:
+        """Tokens at the end that stand for one byte each: such are read together, those too between
+        which a special token is left out, and until another one comes even a line break may turn
+        out to be none.
         """
         count = 0
-        while count < len(ids) and ids[-1 - count] in self.model.byte_ids:
+        while count < len(ids) and ids[-1 - count] in self._opening:
             count += 1
         return count
 

@@ -23,7 +23,7 @@ from setblock.chain import Chain, candidates_of
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
-class Scores(NamedTuple):
+class LabelScores(NamedTuple):
     """What a loss needs of each label, in the order of View.labels[View.supervised]."""
 
     nats: Float[Tensor, " labels"]  # -log p of the label
@@ -68,7 +68,7 @@ def check_head(config: PretrainedConfig) -> None:
 def scoring(
     network: Any, targets: Targets, chunk_size: int, chain: Chain | None = None
 ) -> Iterator[None]:
-    """Lets `network` return [labels, 6] for logits: `Scores(*logits.unbind(dim=1))`.
+    """Lets `network` return [labels, 6] for logits: `LabelScores(*logits.unbind(dim=1))`.
 
     chunk_size: labels whose logits exist at a time; more than one chunk are computed once more in
     the backward pass instead of being kept. chain: one that learns from `targets.before`; its

@@ -15,7 +15,7 @@ from setblock.transfer import to_device, to_host
 QUERIES = 256  # tokens of a forward: its logits are all that is held at a time
 
 
-class Scores(NamedTuple):
+class NextTokens(NamedTuple):
     """Of each token judged: its log-probability in nats, and whether it was the likeliest."""
 
     logprobs: Float[Tensor, " tokens"]
@@ -39,7 +39,7 @@ class Perplexity:
         return float(torch.tensor(self.nats / self.tokens).exp())
 
 
-def score(model: Model, ids: Sequence[int], first: int) -> Scores:
+def next_tokens(model: Model, ids: Sequence[int], first: int) -> NextTokens:
     """Next-token scores of ids[first:], each token given all before it; on the CPU.
 
     ids: a text of at most the model's context; first: at least 1.
@@ -70,7 +70,7 @@ def score(model: Model, ids: Sequence[int], first: int) -> Scores:
             found, right = to_host(found, logits[0].argmax(dim=-1) == target)
             logprobs.append(found)
             likeliest.append(right)
-    return Scores(torch.cat(logprobs), torch.cat(likeliest))
+    return NextTokens(torch.cat(logprobs), torch.cat(likeliest))
 
 
 def perplexity(model: Model, ids: Sequence[int], window: int | None = None) -> Perplexity:
@@ -89,7 +89,7 @@ def perplexity(model: Model, ids: Sequence[int], window: int | None = None) -> P
     while judged < len(ids):
         start = 0 if judged == 1 else judged - window // 2
         end = min(start + window, len(ids))
-        nats -= float(score(model, ids[start:end], judged - start).logprobs.double().sum())
+        nats -= float(next_tokens(model, ids[start:end], judged - start).logprobs.double().sum())
         forwards += -(-(end - start - 1) // QUERIES)
         judged = end
     return Perplexity(nats, len(ids) - 1, forwards)

@@ -5,9 +5,7 @@ tasks are lm-eval's own forwards of the causal half. Everything else (tasks, pro
 metrics, logs) is lm-eval's. Needs `pip install '.[lm-eval]'` in the checkout.
 """
 
-import copy
 import sys
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -23,16 +21,11 @@ except ImportError as error:
         sys.exit(f"error: {message}")
     raise ImportError(message) from error
 
-from setblock.generation import Options, generate, settings_for
+from setblock.generation import OWN, Options, ending_at, generate, settings_for
 from setblock.loading import load
-from setblock.model import Model
 
 # What a task may ask of generation; lm-eval says do_sample=False for greedy decoding.
 KNOWN = ("do_sample", "temperature", "top_p", "top_k")
-DECODING = (
-    "mode", "solver", "block_size", "seed", "next_token_seed", "fallback", "draft", "branches",
-    "seeds", "lookup", "lenience",
-)  # fmt: skip
 # HFLM's own arguments that hold for a network that is loaded already.
 OTHERS = (
     "batch_size", "max_batch_size", "max_length", "truncation", "logits_cache", "add_bos_token",
@@ -61,9 +54,9 @@ class SetBlockLM(BASE):
         **options: Any,
     ) -> None:
         """Raises: ValueError naming an option out of range; ModelError."""
-        decoding = {name: options.pop(name) for name in DECODING if name in options}
+        decoding = {name: options.pop(name) for name in OWN if name in options}
         if unknown := sorted(set(options) - set(OTHERS)):
-            own = ("pretrained", "dtype", "device", "mask_token_id", *DECODING)
+            own = ("pretrained", "dtype", "device", "mask_token_id", *OWN)
             raise ValueError(
                 f"model argument {unknown[0]} is not one of {', '.join((*own, *OTHERS))}"
             )
@@ -116,9 +109,7 @@ class SetBlockLM(BASE):
         # Noise is drawn by seed and row: a request that comes again must not get the same.
         options["seed"] = options.get("seed", 0) + self.prompts
         self.prompts += len(prompts)
-        model = self._ending_at(stop)
-        special = model.special_tokens
-        options["stop"] = [text for text in stop if text not in special]
+        model, options["stop"] = ending_at(self.loaded, stop)
         answers = generate(model, prompts, **options)
         self.used = answers[0].settings
         self.generated += sum(one.num_tokens for one in answers)
@@ -128,14 +119,6 @@ class SetBlockLM(BASE):
         for row, one in enumerate(answers):
             found[row, : one.num_tokens] = torch.tensor(one.token_ids)
         return torch.cat((context, found.to(context.device)), dim=1)
-
-    def _ending_at(self, stop: Sequence[str]) -> Model:
-        """The model, ending also at those of the stop texts that are special tokens."""
-        named = [text for text in stop if text in self.loaded.special_tokens]
-        model = copy.copy(self.loaded)
-        ids: Any = self.loaded.tokenizer.convert_tokens_to_ids(named)
-        model.eos_token_ids = model.eos_token_ids | frozenset(ids)
-        return model
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results: the decoding and its forwards beside HFLM's own."""

@@ -77,6 +77,7 @@ class Model:
         self.pad_token_id = min((i for i in pad if 0 <= i < self.vocab_size), default=0)
         self.context_length: int = network.config.max_position_embeddings
         self.special_tokens: tuple[str, ...] = tuple(tokenizer.all_special_tokens)
+        self.special_token_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
         self.byte_ids = _byte_ids(tokenizer)
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}

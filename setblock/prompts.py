@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from setblock.files import write_whole
 from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.loading import lasting
 from setblock.model import Model, ModelError
@@ -79,9 +80,7 @@ def write_prompts(
     whole = False
     for sample, text in sample_prompts(model, count - number, sampling, batch_size, texts, first):
         if not whole:  # every line with its end, without one that a kill cut short
-            fresh = file.with_name(f"{file.name}.new")
-            fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            fresh.replace(file)
+            write_whole(file, "".join(f"{line}\n" for line in lines))
             whole = True
         row = {"prompt": text, "sample": sample, **how}
         with file.open("a", encoding="utf-8") as out:

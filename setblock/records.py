@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from setblock.files import end_last_line, lines_of, write_whole
+
 
 def new_record() -> dict[str, Any]:
     """A record without results: the command, code, machine and versions that will make them."""
@@ -139,18 +141,9 @@ class Journal:
                     f"resume: {path} was made by another {name}: {_difference(old.get(name), now)}"
                 )
         self.record = old
-        if not self.samples_path.is_file():
-            return
-        content = self.samples_path.read_text(encoding="utf-8")
-        if not content.endswith("\n"):
-            with self.samples_path.open("a", encoding="utf-8") as file:
-                file.write("\n")
+        end_last_line(self.samples_path)
         seen: set[tuple[int, int]] = set()
-        for line in content.split("\n"):
-            try:
-                sample = json.loads(line)
-            except ValueError:
-                continue  # cut short by a kill
+        for _, line, sample in lines_of(self.samples_path):
             try:
                 key = sample.pop("run"), sample["index"]
             except (TypeError, KeyError, AttributeError) as error:
@@ -191,10 +184,7 @@ def _difference(old: Any, new: Any) -> str:
 
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Write a record; a reader never sees half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def _program() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerState
 
 from setblock.config import SBDConfig
+from setblock.files import write_whole
 
 # What is not for the hub: its upload leaves out what begins with an underscore.
 OWN_FOLDER = "_run"
@@ -119,6 +120,4 @@ def kept_lines(log: Path, state: TrainerState, finished: bool) -> list[dict[str,
 
 def write_lines(log: Path, lines: list[dict[str, Any]]) -> None:
     """Effects: the log holds these lines alone; a kill meanwhile leaves it as it was."""
-    fresh = log.with_suffix(".jsonl.new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    fresh.replace(log)
+    write_whole(log, "".join(json.dumps(line) + "\n" for line in lines))

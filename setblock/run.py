@@ -34,7 +34,7 @@ FREE = (
 # It checks the types of its values itself, with an error for users: no runtime type check.
 @no_type_check
 @dataclass
-class Run:
+class TrainingRun:
     """What `setblock train` does beside the fields of SBDConfig; its options by the same names.
 
     Raises: ValueError naming the field.
@@ -81,7 +81,7 @@ class Run:
         return [str(self.prompts_file) if n.startswith(OWN) else n for n in self.data]
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Run).items():
+        for name, kind in get_type_hints(TrainingRun).items():
             if not _is_a(getattr(self, name), kind):
                 wanted = str(kind) if get_args(kind) else kind.__name__
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
@@ -116,7 +116,7 @@ class Run:
         parse(self.decode_solver)
         if self.method == "full":
             for name in ("lora_rank", "lora_alpha", "lora_dropout"):
-                if getattr(self, name) != getattr(Run, name):
+                if getattr(self, name) != getattr(TrainingRun, name):
                     raise ValueError(
                         f"{name} is for methods lora, qlora and gated, got {getattr(self, name)} "
                         "with full"
@@ -140,7 +140,7 @@ class Run:
             raise ValueError(f"split is for hub datasets, got {self.split!r} with files alone")
 
 
-del Run.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]  # it hides type hints
+del TrainingRun.__no_type_check__  # pyright: ignore[reportAttributeAccessIssue]  # it hides type hints
 
 
 def _is_a(value: object, kind: Any) -> bool:
@@ -159,10 +159,10 @@ class _Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
+def parse_config(run: TrainingRun, arguments: list[str]) -> SBDConfig:
     """The SBDConfig that command-line words stand for."""
     names = names_of(arguments)
-    for name in sorted(names & {"output_dir", *(field.name for field in fields(Run))}):
+    for name in sorted(names & {"output_dir", *(field.name for field in fields(TrainingRun))}):
         raise ValueError(f"--{name}: write it --{name.replace('_', '-')}, with hyphens")
     words = ["--output_dir", str(run.output_dir), "--report_to", "none"]
     if not torch.cuda.is_available():
@@ -187,7 +187,7 @@ def parse_config(run: Run, arguments: list[str]) -> SBDConfig:
         args=[*words, *arguments], return_remaining_strings=True
     )
     if unknown:
-        known = {field.name for kind in (Run, SBDConfig) for field in fields(kind)}
+        known = {field.name for kind in (TrainingRun, SBDConfig) for field in fields(kind)}
         known = known - {*REFUSED, "resume_from_checkpoint"} | {"model", "config", "json"}
         asked = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         near = [f"--{name.replace('_', '-')}" for name in get_close_matches(asked, known)]
@@ -235,7 +235,7 @@ def names_of(arguments: list[str]) -> set[str]:
     return {word.replace("-", "_") for word in words}
 
 
-def settings_of_run(run: Run, config: SBDConfig) -> dict[str, Any]:
+def settings_of_run(run: TrainingRun, config: SBDConfig) -> dict[str, Any]:
     """All that a resumed run must share with the first one, as JSON values."""
     own = {**asdict(run), "model": lasting(run.model)}
     for name in ("output_dir", "resume", "decode_data", "decode_every", "decode_limit"):

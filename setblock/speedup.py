@@ -12,11 +12,12 @@ from typing import Any
 
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
+from setblock.files import write_whole
 from setblock.finetune import check_beside_own, finetune, fitting, make_up_prompts
 from setblock.loading import load
 from setblock.model import Model
 from setblock.resume import OWN_FOLDER, PREFIX
-from setblock.run import Run, names_of, parse_config
+from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item
 from setblock.watch import prompts_of
 
@@ -43,7 +44,9 @@ def with_recipe(words: list[str]) -> list[str]:
     ]
 
 
-def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None]) -> dict[str, Any]:
+def learn(
+    run: TrainingRun, words: list[str], held_out: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """The summary of the training.
 
     run: of method gated, answers "model"; its data are all prompts. Goes on where an earlier call
@@ -74,7 +77,7 @@ def learn(run: Run, words: list[str], held_out: int, say: Callable[[str], None])
 
 
 @dataclass(frozen=True)
-class Asked(Form):
+class AsLearned(Form):
     """Prompts put in the very tokens that training put them in.
 
     ids: of each by its item's key.
@@ -92,7 +95,7 @@ def as_learned(file: Path, model: Model, chat: bool) -> tuple[list[Item], Form]:
     ids = prompts_of(model, prepare(rows, model.tokenizer, chat))
     items = [Item(str(n), json.dumps(prompt), "", None) for n, prompt in enumerate(rows["prompt"])]
     keyed = {item.key: one for item, one in zip(items, ids, strict=True)}
-    return items, Asked(TASKS["prompts"], chat=False, ids=keyed)
+    return items, AsLearned(TASKS["prompts"], chat=False, ids=keyed)
 
 
 def _check_number(held_out: int, prompts: int | None) -> None:
@@ -121,7 +124,4 @@ def _write(file: Path, prompts: list[Any]) -> None:
             f"{file} was made of other prompts, or with another held_out: choose "
             "another output folder"
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".new")
-    part.write_text(content, encoding="utf-8")
-    part.replace(file)
+    write_whole(file, content)

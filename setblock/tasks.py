@@ -59,7 +59,7 @@ SUFFIXES = (".json", ".jsonl", ".gz", ".txt", ".parquet")  # never a hub name's
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataRows:
     """The rows of a file or a hub dataset, not looked at yet.
 
     sha256: of the file's bytes, or of the rows as JSON.
@@ -70,7 +70,7 @@ class Rows:
     rows: tuple[Any, ...]
 
 
-def read_rows(data: str | Path, split: str = "test") -> Rows:
+def read_rows(data: str | Path, split: str = "test") -> DataRows:
     """A JSON, JSONL, gzipped JSONL or Parquet file, or a hub dataset, owner/name[:config].
 
     split: of a hub dataset.
@@ -82,7 +82,7 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if path.suffix == ".parquet":
-        return Rows(
+        return DataRows(
             path.name,
             digest,
             _loaded(str(data), lambda datasets: datasets.Dataset.from_parquet(str(path))),
@@ -99,7 +99,7 @@ def read_rows(data: str | Path, split: str = "test") -> Rows:
             ]
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor JSONL ({error})") from error
-    return Rows(path.name, digest, tuple(rows))
+    return DataRows(path.name, digest, tuple(rows))
 
 
 def _row(line: str, number: int) -> Any:
@@ -109,11 +109,11 @@ def _row(line: str, number: int) -> Any:
         raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
 
 
-def _hub_rows(name: str, split: str) -> Rows:
+def _hub_rows(name: str, split: str) -> DataRows:
     words = name.split(":", 1)
     rows = _loaded(name, lambda datasets: datasets.load_dataset(*words, split=split))
     content = json.dumps(rows, sort_keys=True, default=str)
-    return Rows(name, hashlib.sha256(content.encode()).hexdigest(), rows)
+    return DataRows(name, hashlib.sha256(content.encode()).hexdigest(), rows)
 
 
 def _loaded(name: str, read: Callable[[Any], Iterable[Any]]) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ def _loaded(name: str, read: Callable[[Any], Iterable[Any]]) -> tuple[Any, ...]:
         raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
 
 
-def load_items(task: Task, data: Rows, limit: int | None = None) -> list[Item]:
+def load_items(task: Task, data: DataRows, limit: int | None = None) -> list[Item]:
     """The items of the rows.
 
     Raises: ValueError naming source and row for a row that is not of the task's form.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from setblock import objective
-from setblock.head import Scores
+from setblock.head import LabelScores
 from setblock.masks import CLEAN, PADDING
 
 
@@ -43,7 +43,7 @@ class Totals:
         return list(self.values.split([len(self.NAMES), *sizes]))
 
     def add(
-        self, scores: Scores, view: objective.View, block_size: int, batch: Mapping[str, Any]
+        self, scores: LabelScores, view: objective.View, block_size: int, batch: Mapping[str, Any]
     ) -> None:
         supervised = view.supervised
         noisy = (view.layout.block != CLEAN)[supervised]

@@ -45,7 +45,7 @@ from setblock.head import check_head
 from setblock.masks import CLEAN, WholeRows
 from setblock.model import Model, ends_of
 from setblock.totals import Totals
-from setblock.views import score
+from setblock.views import label_scores
 
 # Fields for the model card: ours, and those of the optimizer and the data.
 OPTIONS = (
@@ -218,7 +218,7 @@ class SBDTrainer(SFTTrainer):
         view = inputs["view"] if "view" in inputs else self._view(inputs, 0, block_size)
         share = self.args.self_distill
         teachers = view.teachers(self._ends) if share else None
-        scores = score(view, teachers, self.model, model, self.args.logits_chunk_size)
+        scores = label_scores(view, teachers, self.model, model, self.args.logits_chunk_size)
         losses = objective.losses(scores.nats, view)
         noisy = (view.layout.block != CLEAN)[view.supervised]
         self._totals[mode].add(scores, view, block_size, inputs)

@@ -13,18 +13,18 @@ from transformers import DynamicCache
 from setblock.adapters import chain_of, half, has_halves, is_gated, peft_offsets
 from setblock.architectures import attention_mask
 from setblock.cache import CACHE
-from setblock.head import Scores, Targets, scoring
+from setblock.head import LabelScores, Targets, scoring
 from setblock.masks import Layout
 from setblock.objective import View
 
 
-def score(
+def label_scores(
     view: View,
     teachers: Int[Tensor, "batch length"] | None,
     network: Any,
     wrapped: torch.nn.Module,
     chunk_size: int,
-) -> Scores:
+) -> LabelScores:
     """The score of every label of the view, in the order of `view.labels[view.supervised]`.
 
     teachers: View.teachers(), whose distribution each label's is compared with; None for none.
@@ -65,7 +65,7 @@ def score(
     nats, right, divergence, known, chain_nats, chain_right = output.unbind(dim=1)
     flags = (flag.detach() > 0 for flag in (right, known, chain_right))
     right, known, chain_right = flags
-    return Scores(nats, right, divergence, known, chain_nats, chain_right)
+    return LabelScores(nats, right, divergence, known, chain_nats, chain_right)
 
 
 def _targets(

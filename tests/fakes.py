@@ -82,6 +82,7 @@ class TableModel(Model):
         self.num_parameters = next_token.numel() + noisy.numel()
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.byte_ids = frozenset()
+        self.special_token_ids = frozenset([MASK, EOS, BOS])
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
         self.acceptance_is_known = False
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS

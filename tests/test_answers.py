@@ -20,7 +20,7 @@ from setblock.finetune import _own_answers, finetune, make_up_prompts
 from setblock.generation import generate, stream
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
-from setblock.run import Run
+from setblock.run import TrainingRun
 from setblock.train import SBDTrainer
 from setblock.watch import SIGNALS, prompts_of
 
@@ -90,7 +90,11 @@ def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monke
     said: list[str] = []
     how: Any = {"method": method, "answer_tokens": 8, **OWN}
     for name in ("first", "second"):
-        finetune(Run(str(checkpoint("llama")), [rows], tmp_path / name, **how), words, said.append)
+        finetune(
+            TrainingRun(str(checkpoint("llama")), [rows], tmp_path / name, **how),
+            words,
+            said.append,
+        )
         (tmp_path / "second" / "_run").mkdir(parents=True, exist_ok=True)
         answers = tmp_path / "first" / "_run" / "answers.jsonl"
         shutil.copy(answers, tmp_path / "second" / "_run")
@@ -101,7 +105,7 @@ def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monke
 def test_prompts_alone_need_own_answers(tmp_path) -> None:
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
     with pytest.raises(ValueError, match=r"rows.jsonl:1: .* has prompt \(prompts alone: --ans"):
-        finetune(Run("no model is read", [rows], tmp_path / "out"), [])
+        finetune(TrainingRun("no model is read", [rows], tmp_path / "out"), [])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -165,7 +169,7 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "new" / "_run").mkdir(parents=True)
     shutil.copy(file, tmp_path / "new" / "_run")
     monkeypatch.undo()
-    fewer = Run("nano", ["own:2"], tmp_path / "new", chat=True, answers="model")
+    fewer = TrainingRun("nano", ["own:2"], tmp_path / "new", chat=True, answers="model")
     with pytest.raises(ValueError, match=r"prompts.jsonl holds 3 prompts, more than own:2: move"):
         finetune(fewer, ["--max-steps", "1", "--bf16", "no", "--seed", "5"])
 
@@ -175,7 +179,7 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     [(0, ["making up 2 prompts with the model itself; "]), (1, [", 1 of them before; "]), (2, [])],
 )
 def test_making_up_prompts_says_how_many_are_there(tmp_path, monkeypatch, known, told) -> None:
-    run = Run("nano", ["own:2"], tmp_path, chat=True, answers="model")
+    run = TrainingRun("nano", ["own:2"], tmp_path, chat=True, answers="model")
     run.prompts_file.parent.mkdir(parents=True)
     run.prompts_file.write_text('{"prompt": "a"}\n' * known)
     monkeypatch.setattr("setblock.finetune.write_prompts", lambda model, file, count, *rest: count)
@@ -192,7 +196,7 @@ def test_other_machines_must_see_what_the_first_rank_wrote(tmp_path, monkeypatch
     monkeypatch.setattr("setblock.finetune.write_prompts", None)
     monkeypatch.setattr("setblock.answers.prompts_of", lambda model, rows: [[3], [4]])
     run, model = (
-        Run("nano", ["own:2"], tmp_path, answer_tokens=8, **OWN),
+        TrainingRun("nano", ["own:2"], tmp_path, answer_tokens=8, **OWN),
         TableModel.spelling("b", start=1),
     )
     told = "{} has {} of the 2 lines that the first rank wrote: output_dir must be in a folder that"
@@ -224,7 +228,7 @@ def test_other_machines_must_see_what_the_first_rank_wrote(tmp_path, monkeypatch
 )
 def test_what_own_prompts_need(tmp_path, data, more, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Run("nano", data, tmp_path, **more)
+        TrainingRun("nano", data, tmp_path, **more)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +258,7 @@ def test_what_is_wrong_is_said_before_prompts_are_made_up(
     file = tmp_path / "more.jsonl"
     if rows is not None:
         write(file, rows)
-    run = Run("nano", ["own:2", str(file)], tmp_path / "out", **OWN, **more)
+    run = TrainingRun("nano", ["own:2", str(file)], tmp_path / "out", **OWN, **more)
     with pytest.raises(ValueError, match=message):
         finetune(run, ["--bf16", "no", *words])
 
@@ -262,7 +266,7 @@ def test_what_is_wrong_is_said_before_prompts_are_made_up(
 def test_own_prompts_beside_other_data(tmp_path) -> None:
     """The other data's columns may have other names."""
     file = write(tmp_path / "more.jsonl", [{"q": "What is 2 + 2?", "prompt": "not this"}])
-    run = Run(
+    run = TrainingRun(
         "nano", ["own:2", str(file)], tmp_path / "out", method="gated", prompt_field="q",
         answer_tokens=16, **OWN,
     )  # fmt: skip
@@ -373,14 +377,16 @@ def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:
     if "decode_every" in more:
         more["decode_data"] = file
     with pytest.raises(ValueError, match=message):
-        finetune(Run("no model is read", [file], tmp_path / "o", **more), [])
+        finetune(TrainingRun("no model is read", [file], tmp_path / "o", **more), [])
 
 
 def test_resume_while_answering_says_what_to_do(checkpoint, rows, tmp_path) -> None:
     (tmp_path / "o" / "_run").mkdir(parents=True)
     (tmp_path / "o" / "_run" / "answers.jsonl").touch()
     with pytest.raises(ValueError, match="without --resume the same command goes on"):
-        finetune(Run(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), [])
+        finetune(
+            TrainingRun(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), []
+        )
 
 
 def test_prompts_too_long_to_answer_are_left_out(checkpoint, tmp_path, monkeypatch, capsys) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from setblock import contenders
 from setblock.benchmark import compare, forward_costs, stretched
-from setblock.contenders import Run, transformers_generate
+from setblock.contenders import Timing, transformers_generate
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
@@ -122,7 +122,7 @@ def test_without_ends_every_answer_is_as_long_as_it_may(model, monkeypatch):
 
 def test_answers_of_one_token_have_no_speed_of_decoding(model):
     running: Any = {
-        name: lambda model, prompts, tokens: Run(1.0, 0.0, 2, None, ((1,), (2,)))
+        name: lambda model, prompts, tokens: Timing(1.0, 0.0, 2, None, ((1,), (2,)))
         for name in ("ntp", "fast")
     }
     for line in compare(model, [[1], [2, 2]], 2, 10, 2, running):
@@ -135,7 +135,7 @@ def test_ratios_are_paired_and_the_first_round_does_not_count(model):
 
     def contender(name: str):
         left = iter(seconds[name])
-        return lambda model, prompts, tokens: Run(1.0, float(next(left)), 10, 5, ((1, 2), (2,)))
+        return lambda model, prompts, tokens: Timing(1.0, float(next(left)), 10, 5, ((1, 2), (2,)))
 
     running: Any = {name: contender(name) for name in seconds}
     ntp, fast = compare(model, [[1], [2, 2]], 2, 10, 3, running)
@@ -156,7 +156,7 @@ def test_an_interrupt_keeps_whole_rounds(model, broken):
     def run(model, prompts, tokens):
         if turns[-1] == (broken, "fast"):
             raise KeyboardInterrupt
-        return Run(1.0, 1.0 + turns[-1][0], 10, 5, ((1, 2), (2,)))
+        return Timing(1.0, 1.0 + turns[-1][0], 10, 5, ((1, 2), (2,)))
 
     lines: list[dict[str, Any]] = []
     running: Any = {"ntp": run, "fast": run}

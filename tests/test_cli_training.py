@@ -19,7 +19,7 @@ from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 from setblock.cli import training
 from setblock.config import SBDConfig
 from setblock.loading import load
-from setblock.run import Run, parse_config
+from setblock.run import TrainingRun, parse_config
 from setblock.train import SBDTrainer
 from setblock.watch import DecodeProbe, final_answer
 
@@ -280,14 +280,14 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
 )
 def test_bad_options_are_named(tmp_path, words, message) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_config(Run("nano", ["rows.jsonl"], tmp_path), words)
+        parse_config(TrainingRun("nano", ["rows.jsonl"], tmp_path), words)
 
 
 def test_several_gpus_in_one_process_are_refused_at_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(SBDConfig, "n_gpu", property(lambda config: 2))
     told = "one process sees 2 GPUs, .* CUDA_VISIBLE_DEVICES=0, or start 2 of them with torchrun or"
     with pytest.raises(ValueError, match=told):
-        parse_config(Run("nano", ["rows.jsonl"], tmp_path), ["--bf16", "no"])
+        parse_config(TrainingRun("nano", ["rows.jsonl"], tmp_path), ["--bf16", "no"])
 
 
 def launch(ranks: int, *words: object) -> tuple[str, str]:

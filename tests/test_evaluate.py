@@ -87,7 +87,7 @@ def test_the_sums_are_those_of_the_generations(model, problems, right, options):
         assert (one.token_ids, one.text) == (generation.token_ids, generation.text)
         assert (one.nfe, one.finish_reason) == (generation.nfe, generation.finish_reason)
         ids = [*model.encode(problem.prompt, chat=True), *generation.token_ids]
-        judged = likelihood.score(model, ids, generation.prompt_tokens).logprobs
+        judged = likelihood.next_tokens(model, ids, generation.prompt_tokens).logprobs
         assert one.logprob_nats == pytest.approx(float(judged.sum()), abs=1e-4)
     line = score.result()
     tokens, nfe = (sum(getattr(one, name) for one in expected) for name in ("num_tokens", "nfe"))

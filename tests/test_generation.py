@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from fakes import BOS, EOS, LETTERS, MASK, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 from setblock import generation
 from setblock.checkpoint import ModelError
@@ -543,9 +546,10 @@ def test_bytes_of_a_vocabulary(checkpoint) -> None:
     | st.text("aé€😀", min_size=1, max_size=8).map(tokens_of),
     stops=st.lists(st.text("aé€😀", min_size=1, max_size=3), max_size=3),
     cuts=st.sets(st.integers(1, 23)),
+    settling=st.sampled_from([1, 3, 32]),
 )
-def test_pieces_however_the_tokens_arrive(ids, stops, cuts):
-    check_pieces(saying([3], model_class=ByteModel), ids, stops, cuts)
+def test_pieces_however_the_tokens_arrive(ids, stops, cuts, settling):
+    check_pieces(saying([3], model_class=ByteModel), ids, stops, cuts, settling)
 
 
 @settings(deadline=None, max_examples=300)
@@ -554,12 +558,77 @@ def test_pieces_however_the_tokens_arrive(ids, stops, cuts):
     | st.text("a\n€😀", min_size=1, max_size=8).map(FallbackModel.tokens_of),
     stops=st.lists(st.text("a\n€😀", min_size=1, max_size=3), max_size=3),
     cuts=st.sets(st.integers(1, 23)),
+    settling=st.sampled_from([1, 3, 32]),
 )
-def test_pieces_of_a_tokenizer_that_falls_back_to_bytes(ids, stops, cuts):
-    check_pieces(saying([3], model_class=FallbackModel), ids, stops, cuts)
+def test_pieces_of_a_tokenizer_that_falls_back_to_bytes(ids, stops, cuts, settling):
+    check_pieces(saying([3], model_class=FallbackModel), ids, stops, cuts, settling)
 
 
-def check_pieces(model, ids, stops, cuts) -> None:
+class Pieces(TableModel):
+    """A tokenizer of the library tokenizers, in the form of its decoder, and words for tokens."""
+
+    WORDS = (
+        "<s>",
+        "▁",
+        "▁a",
+        "b",
+        "bc",
+        "##d",
+        "▁ab",
+        "ab▁c",
+        "<0x0A>",
+        "<0xE2>",
+        "<0x82>",
+        "<0xAC>",
+    )
+
+    def __init__(self, decoder: Any, words: tuple[str, ...]) -> None:
+        self.library = Tokenizer(WordLevel(dict(zip(words, range(len(words)), strict=True)), "b"))
+        self.library.decoder = decoder
+        self.library.add_special_tokens(["<s>"])
+        self.special_token_ids = frozenset([0])
+        self.byte_ids = frozenset(n for n, word in enumerate(words) if word.startswith("<0x"))
+
+    def decode(self, ids: list[int]) -> str:
+        return self.library.decode(ids)
+
+
+DECODERS = {
+    "bytes": (
+        decoders.ByteLevel(),
+        ("<s>", "Ġ", "Ġa", "b", "bc", "Ċ", "Ġab", "abĠc", "â", "Ĥ", "¬"),
+    ),
+    "pieces": (decoders.Metaspace(), Pieces.WORDS),
+    "words": (decoders.WordPiece(cleanup=False), Pieces.WORDS[:8]),
+    "fallback": (
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        Pieces.WORDS,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.integers(0, 11), min_size=1, max_size=24),
+    stops=st.lists(st.text("abc \n€", min_size=1, max_size=3), max_size=3),
+    cuts=st.sets(st.integers(1, 23)),
+    settling=st.sampled_from([1, 3, 32]),
+)
+def test_pieces_of_every_kind_of_decoder(kind, ids, stops, cuts, settling):
+    decoder, words = DECODERS[kind]
+    ids = [token % len(words) for token in ids]
+    check_pieces(Pieces(decoder, words), ids, stops, cuts, settling)
+
+
+def check_pieces(model, ids, stops, cuts, settling) -> None:
     # Next-token decoding: the first token after which the text holds a stop text ends it.
     expected, text, stops_there = ids, model.decode(ids), False
     for count in range(1, len(ids) + 1):
@@ -569,7 +638,8 @@ def check_pieces(model, ids, stops, cuts) -> None:
             break
     pieces, handed_out, kept = TextPieces(model, tuple(stops)), "", []
     for count in [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]:
-        kept, piece, stopped = pieces.extend(ids[:count], ended=count == len(ids))
+        with patch.object(generation, "SETTLING", settling):
+            kept, piece, stopped = pieces.extend(ids[:count], ended=count == len(ids))
         handed_out += piece
         assert text.startswith(handed_out), "a piece would have to be taken back"
         assert stopped == (stops_there and count >= len(expected))

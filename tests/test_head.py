@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from setblock.head import Scores, Targets, check_head, scoring
+from setblock.head import LabelScores, Targets, check_head, scoring
 
 
 def network(tied):
@@ -49,7 +49,7 @@ def test_chunks_are_the_whole(tied, chunk_size, taught):
 
     model.zero_grad()
     with scoring(model, Targets(inputs, labels, teachers), chunk_size):
-        scores = Scores(*model(input_ids=tokens).logits.unbind(dim=1))
+        scores = LabelScores(*model(input_ids=tokens).logits.unbind(dim=1))
     (scores.nats.sum() + 0.7 * scores.divergence.sum()).backward()
     assert torch.allclose(scores.nats, nats, atol=1e-5)
     assert torch.allclose(scores.divergence, divergence, atol=1e-5)
@@ -70,7 +70,7 @@ def test_head_is_put_back():
     own = model.lm_head.forward
     model.lm_head.forward = own
     with scoring(model, targets, 4):
-        assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, len(Scores._fields))
+        assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, len(LabelScores._fields))
     assert model.lm_head.forward is own
 
 

@@ -29,7 +29,7 @@ def plain(model: Model, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("first", [1, 4, len(IDS) - 1])
 def test_scores_are_those_of_a_causal_forward(model, monkeypatch, queries, first):
     monkeypatch.setattr(likelihood, "QUERIES", queries)
-    found = likelihood.score(model, IDS, first)
+    found = likelihood.next_tokens(model, IDS, first)
     torch.testing.assert_close(found.logprobs, plain(model, IDS)[first - 1 :], atol=1e-5, rtol=0)
     assert len(found.likeliest) == len(IDS) - first
 
@@ -38,13 +38,13 @@ def test_the_likeliest_token_is_known_as_such(model):
     logits = model.network(torch.tensor([IDS])).logits[0, -1].detach()
     logits[model.mask_token_id] = -torch.inf
     best = int(logits.argmax())
-    assert likelihood.score(model, [*IDS, best], len(IDS)).likeliest.tolist() == [True]
+    assert likelihood.next_tokens(model, [*IDS, best], len(IDS)).likeliest.tolist() == [True]
     other = int(logits.argmin()) if int(logits.argmin()) != model.mask_token_id else 0
-    assert likelihood.score(model, [*IDS, other], len(IDS)).likeliest.tolist() == [False]
+    assert likelihood.next_tokens(model, [*IDS, other], len(IDS)).likeliest.tolist() == [False]
 
 
 def test_nothing_to_judge(model):
-    assert len(likelihood.score(model, IDS, len(IDS)).logprobs) == 0
+    assert len(likelihood.next_tokens(model, IDS, len(IDS)).logprobs) == 0
 
 
 def test_perplexity_of_one_window(model):
@@ -80,6 +80,6 @@ def test_texts_that_have_none(model, ids, window, message):
 
 def test_bad_texts_are_refused(model):
     with pytest.raises(ValueError, match=r"first must lie in 1\.\.11"):
-        likelihood.score(model, IDS, 0)
+        likelihood.next_tokens(model, IDS, 0)
     with pytest.raises(ValueError, match="exceeds the model's context"):
-        likelihood.score(model, [5] * (model.context_length + 1), 1)
+        likelihood.next_tokens(model, [5] * (model.context_length + 1), 1)

@@ -93,7 +93,7 @@ def test_settings_are_written_whole_or_not_at_all(checkpoint, tmp_path, monkeypa
     write_settings(folder, block_size=4)
     before = (folder / "generation_config.json").read_text()
 
-    def cut(path: Path, text: str) -> None:
+    def cut(path: Path, text: str, encoding: str) -> None:
         path.write_bytes(text.encode()[:20])
         raise OSError("No space left on device")
 

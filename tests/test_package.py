@@ -13,6 +13,7 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
+    ("files",),
     (
         "masks",
         "solvers",

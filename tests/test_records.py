@@ -75,7 +75,7 @@ def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     records.save_record({"results": [1]}, path)
 
-    def full(self: Path, text: str) -> int:
+    def full(self: Path, text: str, encoding: str) -> int:
         with self.open("w") as file:
             file.write(text[: len(text) // 2])
         raise OSError(28, "No space left on device")

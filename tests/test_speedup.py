@@ -17,7 +17,7 @@ from setblock.config import SBDConfig
 from setblock.evaluate import evaluate
 from setblock.generation import generate
 from setblock.loading import load
-from setblock.run import Run, parse_config
+from setblock.run import TrainingRun, parse_config
 from setblock.speedup import RECIPE, as_learned, learn, with_recipe
 from setblock.watch import Stopped
 
@@ -241,7 +241,7 @@ def test_other_prompts_in_the_same_folder(words, prompts, monkeypatch, capsys, c
 def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:
     rows = [{"prompt": "x" * (240 if n % 2 else 3) + str(n)} for n in range(8)]
     file = write(tmp_path / "long.jsonl", rows)
-    asked = Run(
+    asked = TrainingRun(
         str(checkpoint("llama")), [str(file)], tmp_path / "out", method="gated", answers="model",
         answer_tokens=16,
     )  # fmt: skip
@@ -304,7 +304,7 @@ def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
     base = load(checkpoint("llama"), dtype="float32")
     for name, rows, chat in (("talks", talks, True), ("texts", texts, False)):
         file = write(tmp_path / f"{name}.jsonl", rows)
-        asked = Run(
+        asked = TrainingRun(
             str(checkpoint("llama")), [str(file)], tmp_path / name, method="gated", chat=chat,
             answers="model", answer_tokens=4,
         )  # fmt: skip
@@ -329,7 +329,7 @@ def test_plain_text_and_messages(checkpoint, tmp_path) -> None:
 def test_the_recipe_is_what_is_not_typed(tmp_path) -> None:
     known = {field.name for field in fields(SBDConfig)}
     assert set(RECIPE) <= known
-    asked = Run("nano", ["a.jsonl"], tmp_path, method="gated", answers="model")
+    asked = TrainingRun("nano", ["a.jsonl"], tmp_path, method="gated", answers="model")
     config = parse_config(asked, with_recipe(["--max-block-size=6", "--bf16", "no"]))
     values = {name: getattr(config, name) for name in RECIPE}
     assert values.pop("max_block_size") == 6

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trainings import QUICK, ROWS, kill, one_line, run, train
 
 from setblock.finetune import finetune
-from setblock.run import Run
+from setblock.run import TrainingRun
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -213,4 +213,6 @@ def test_resume_keeps_its_settings(checkpoint, rows, tmp_path, monkeypatch, caps
 
 def test_resume_needs_a_checkpoint(checkpoint, rows, tmp_path) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint to go on from"):
-        finetune(Run(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), [])
+        finetune(
+            TrainingRun(str(checkpoint("llama")), [str(rows)], tmp_path / "o", resume=True), []
+        )

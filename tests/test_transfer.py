@@ -8,7 +8,7 @@ from conftest import gated_adapter
 from elsewhere import elsewhere
 
 from setblock.generation import generate
-from setblock.likelihood import score
+from setblock.likelihood import next_tokens
 from setblock.loading import load
 from setblock.transfer import to_device, to_host
 
@@ -69,10 +69,10 @@ def test_nor_does_one_of_a_gated_adapter_with_a_chain(
 def test_scores_of_a_text_wait_once_a_forward(checkpoint, monkeypatch):
     model = load(checkpoint("llama"), device="cpu")
     text = [*range(3, 40)] * 8
-    expected = score(model, text[:250], 5)
+    expected = next_tokens(model, text[:250], 5)
     monkeypatch.setattr("setblock.likelihood.QUERIES", 64)
     with elsewhere(model, monkeypatch) as count:
-        found = score(model, text[:250], 5)
+        found = next_tokens(model, text[:250], 5)
     assert count.waits == {"cpu": count.forwards}
     assert torch.equal(found.likeliest, expected.likeliest)
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)

@@ -47,7 +47,7 @@ from setblock.cli.common import (
 if TYPE_CHECKING:
     from setblock.evaluate import Form
     from setblock.records import Journal
-    from setblock.tasks import Rows
+    from setblock.tasks import DataRows
 
 
 @app.command()
@@ -322,7 +322,7 @@ def _refuse_split(split: str | None, data: str) -> None:
 
 
 def _judge_texts(
-    journal: "Journal", data: "Rows", window: int | None, models: dict[str, Any]
+    journal: "Journal", data: "DataRows", window: int | None, models: dict[str, Any]
 ) -> None:
     """The lines of perplexity, one a model, into the journal."""
     from setblock.evaluate import judge

@@ -101,7 +101,7 @@ def speedup(
     with starting():
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
-        from setblock.run import Run
+        from setblock.run import TrainingRun
         from setblock.speedup import CHAIN_WIDTH, learn
         from setblock.watch import Stopped, stop_at_once
 
@@ -112,7 +112,7 @@ def speedup(
         )
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
-    run = Run(
+    run = TrainingRun(
         model=model_name,
         data=data or [f"own:{PROMPTS}"],
         output_dir=output_dir,

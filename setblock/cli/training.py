@@ -231,7 +231,7 @@ def train(
         from accelerate import PartialState
 
         from setblock.finetune import finetune
-        from setblock.run import Run
+        from setblock.run import TrainingRun
         from setblock.watch import Stopped
 
     typed = {
@@ -245,12 +245,12 @@ def train(
         **{"decode_every": decode_every, "decode_limit": decode_limit},
         **{"decode_solver": decode_solver, "resume": resume, "mask_token_id": mask_token_id},
     }
-    settings, words = _read_config(config, {one.name for one in fields_of(Run)})
+    settings, words = _read_config(config, {one.name for one in fields_of(TrainingRun)})
     settings |= {name: value for name, value in typed.items() if value is not None}
     if missing := [name for name in ("model", "data", "output_dir") if name not in settings]:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ValueError(f"missing: {names} (on the command line or in --config)")
-    run = Run(**settings)
+    run = TrainingRun(**settings)
     words += fields or []
 
     try:

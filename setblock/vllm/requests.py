@@ -19,7 +19,7 @@ SEED = "setblock_seed"  # of a request that names none
 
 
 @dataclass(frozen=True)
-class Asked:
+class Decoding:
     """How one request is decoded.
 
     verified: the causal logits of a block's commit accept or cut it. Mode "ntp" is that with
@@ -33,7 +33,7 @@ class Asked:
     sampler: Sampler
 
 
-def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
+def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     """The decoding of a request with these sampling parameters.
 
     canvas: the server's block size, which a request's may not exceed.
@@ -59,7 +59,7 @@ def asked(params: Any, defaults: dict[str, Any], canvas: int) -> Asked:
         seed=params.seed or 0,
     )
     size = 1 if mode == "ntp" else size
-    return Asked(mode != "sbd", parse(solver), size, replace(sampler, seed=0))
+    return Decoding(mode != "sbd", parse(solver), size, replace(sampler, seed=0))
 
 
 def seed_of(params: Any) -> int:
@@ -112,7 +112,9 @@ def install() -> None:
             theirs(self, model_config)
             return
         try:
-            found = asked(self, settings_of(model_config), model_config.hf_config.canvas_length)
+            found = decoding_of(
+                self, settings_of(model_config), model_config.hf_config.canvas_length
+            )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
         own = {WIDTH: found.block_size, SEED: secrets.randbits(63)}

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
-from setblock.vllm.requests import MOST_STOPS, Asked, asked, ends_of, seed_of, settings_of
+from setblock.vllm.requests import MOST_STOPS, Decoding, decoding_of, ends_of, seed_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
 # Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
@@ -82,7 +82,7 @@ class BlockState(ModelState):
         self.causal = torch.zeros(count, dtype=torch.int32, device=device)
         # The noise of a request is that of the first row.
         self.row = torch.zeros(1, dtype=torch.int64, device=device)
-        self.kinds: list[Asked] = []  # of decoding that requests have asked for
+        self.kinds: list[Decoding] = []  # of decoding that requests have asked for
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
         self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
         self.slots: dict[str, int] = {}
@@ -98,7 +98,7 @@ class BlockState(ModelState):
         self.slots[new_req_data.req_id] = req_index
         self.prompted[req_index] = False
         params = new_req_data.sampling_params
-        how = asked(params, self.defaults, self.canvas)
+        how = decoding_of(params, self.defaults, self.canvas)
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
@@ -111,7 +111,7 @@ class BlockState(ModelState):
         """These on the device, which is not waited for."""
         return async_tensor_h2d(values, self.device)
 
-    def _kind_of(self, how: Asked) -> int:
+    def _kind_of(self, how: Decoding) -> int:
         """Its number, which another kind had if no request asks for that one any more."""
         if how in self.kinds:
             return self.kinds.index(how)
@@ -306,7 +306,7 @@ class BlockSampler:
             self._keep(rows, self._new_blocks(first), width, begins)
 
     def _move_on(
-        self, how: Asked, width: int, fused: bool, places: np.ndarray, logits: Tensor,
+        self, how: Decoding, width: int, fused: bool, places: np.ndarray, logits: Tensor,
         input_batch: Any, sampled: Tensor, num_sampled: Tensor,
     ) -> None:  # fmt: skip
         """Requests that decode alike, all with `width` tokens of their block in this forward.

@@ -1,0 +1,35 @@
+"""Files that a kill or a full disk leaves whole, and lines of JSON that outlast a stop."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file anew: a reader sees the old one or the new one, never half of one.
+
+    Effects: makes its folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """(number, text, value) of each line that is JSON; those that a kill cut short are left out."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON texts hold other breaks
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        yield number, line, value
+
+
+def end_last_line(path: Path) -> None:
+    """Effects: a last line that a kill cut short ends, so that the next is one of its own."""
+    if path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
