@@ -46,6 +46,7 @@ def measure(tokens: int, chunk: int, new_tokens: int) -> dict[str, Any]:
     [found] = generate(model, [torch.randint(2000, (tokens,)).tolist()], **options)
     sizes = machines.dimensions_of(config)
     cache = 2 * sizes.layers * sizes.cache * (tokens + new_tokens) * model.dtype.itemsize
+    peak = peak_bytes(model.device)
     return {
         "tokens": tokens,
         "chunk": chunk,
@@ -54,8 +55,8 @@ def measure(tokens: int, chunk: int, new_tokens: int) -> dict[str, Any]:
         "decode_s": found.decode_s,
         "weights_bytes": sum(one.numel() * one.element_size() for one in network.parameters()),
         "cache_bytes": cache,
-        "peak_bytes": peak_bytes(model.device),
-        "more_than_idle_bytes": peak_bytes(model.device) - before,
+        "peak_bytes": peak,
+        "more_than_idle_bytes": None if peak is None or before is None else peak - before,
     }
 
 

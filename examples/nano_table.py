@@ -84,7 +84,9 @@ def measure(
     held_out: bool = False,
 ) -> dict[str, Any]:
     """The record: the lines already in the file, then the missing ones, saved one by one."""
-    record = json.loads(path.read_text()) if path.is_file() else records.new_record()
+    record = records.new_record()
+    if path.is_file():
+        record = json.loads(path.read_text(encoding="utf-8"))
     record["machine"]["threads"] = 1
     done = {(one["setting"], one["task"]) for one in record["results"]}
     jobs = [

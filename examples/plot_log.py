@@ -21,7 +21,7 @@ def main(
     """Draw one panel for each quantity, one line for each run."""
     figure, panels = plt.subplots(1, len(SHOWN), figsize=(4 * len(SHOWN), 3), layout="constrained")
     for log in logs:
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         for name, panel in zip(SHOWN, panels, strict=True):
             points = [(line["step"], line[name]) for line in lines if name in line]
             panel.plot(*zip(*points, strict=True) if points else ((), ()), label=log.parent.name)

@@ -36,7 +36,7 @@ def main(
     size = sum(tensor.nbytes for tensor in weights.values())
     if size > LIMIT:
         raise typer.BadParameter(f"{adapter} has {size:,} bytes, more than {LIMIT:,}")
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if not config.get("alora_invocation_tokens"):
         raise typer.BadParameter(f"{adapter} is no gated adapter")
     config["base_model_name_or_path"] = SMOLLM2

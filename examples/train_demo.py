@@ -227,7 +227,7 @@ def finish(trainer: SFTTrainer, folder: Path) -> None:
         resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None
     )
     trainer.save_model(str(folder))
-    (folder / "log.json").write_text(json.dumps(trainer.state.log_history))
+    (folder / "log.json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
 
 
 def main(

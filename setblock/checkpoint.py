@@ -69,7 +69,7 @@ def read_settings(source: str) -> dict[str, Any]:
     """
     name = "generation_config.json"
     path = file_of(source, name)
-    content = json.loads(Path(path).read_text()) if path else {}
+    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     settings = content.get("setblock") if isinstance(content, dict) else content
     if settings is not None and not (isinstance(content, dict) and isinstance(settings, dict)):
         raise ModelError(f"{name} must hold an object, and one by the name setblock if any")
@@ -108,7 +108,7 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     """
     path = Path(folder) / "generation_config.json"
     if path.is_file():
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     elif (Path(folder) / "config.json").is_file():  # what transformers would derive, its ends too
         config = AutoConfig.from_pretrained(folder)
         content = GenerationConfig.from_model_config(config).to_diff_dict()

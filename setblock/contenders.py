@@ -251,6 +251,6 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
 
 def now(model: Model) -> float:
     """Seconds on a clock, after the device has done what it was told."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    if model.device.type != "cpu":
+        torch.accelerator.synchronize(model.device)
     return time.perf_counter()

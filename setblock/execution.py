@@ -4,6 +4,7 @@ What it guards against: endless loops (CPU and wall-clock limits), memory blow-u
 files (own temporary directory, and Python's audit events end the process at the first attempt to
 write or remove one), the network and new processes (likewise), and, for functions, a look at the
 expected results (only arguments are sent).
+macOS has no limit of memory, Windows none but the wall clock's.
 What it does not protect from: code that sets out to harm the machine or to forge its result. Audit
 events are no security boundary, the frames of the interpreter hold what the checks know, everything
 readable can be read; run untrusted models' code in a container.
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 CPU_S = 2
@@ -29,12 +32,15 @@ FILE_BYTES = 2**20  # of each file written, the results included
 # Whatever the code itself prints goes nowhere. The child limits itself: between fork and exec a
 # large parent would be over the limit of memory already.
 _CHILD = """
-import json, os, posix, resource, sys
+import json, os, sys
 
 def main():
     job = json.load(sys.stdin)
-    for name, value in job["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+    if job["limits"]:
+        import resource
+        for name, value in job["limits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+    system = sys.modules.get("posix") or sys.modules["nt"]
     out = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -45,7 +51,7 @@ def main():
               "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill",
               "os.putenv", "os.utime", "os.setxattr", "os.removexattr", "signal.")
     # Modules below those that tell: loaded already, or ways around what was taken out of them.
-    below = ("posix", "_posixsubprocess", "_imp", "_ctypes", "_socket", "_sqlite3")
+    below = ("posix", "nt", "_winapi", "_posixsubprocess", "_imp", "_ctypes", "_socket", "_sqlite3")
 
     def guard(event, words, end=os._exit):
         if event.startswith(denied) or (event == "open" and words[2] & writing):
@@ -54,7 +60,7 @@ def main():
             end(3)
 
     for name in ("mkfifo", "mknod", "writev", "pwrite", "pwritev", "sendfile"):  # no event tells
-        for module in (os, posix):
+        for module in (os, system):
             if hasattr(module, name):
                 delattr(module, name)
     for name in below:
@@ -89,31 +95,47 @@ def calls_agree(code: str, name: str, cases: Sequence[tuple[object, object]]) ->
 
 def run_function(code: str, name: str, arguments: Sequence[object]) -> list | None:
     """Results of `name(argument)` for each argument; None if a call failed or a limit was met."""
+    check_here()
     results = _run({"code": code, "name": name, "arguments": list(arguments)})
     return results if isinstance(results, list) else None
 
 
 def passes(code: str, tests: str) -> bool:
     """Whether `tests`, run behind `code` in the same scope, come to their end without an error."""
+    check_here()
     nonce = secrets.token_hex(16)  # an early exit prints nothing, let alone this
     return _run({"code": code, "tests": tests, "nonce": nonce}) == nonce
 
 
+def limits_on(platform: str) -> dict[str, int]:
+    """Of `setrlimit`, by name, as far as this system has them."""
+    if platform == "win32":
+        return {}
+    limits = {"RLIMIT_CPU": CPU_S, "RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_CORE": 0}
+    return limits if platform == "darwin" else limits | {"RLIMIT_AS": MEMORY_BYTES}
+
+
+@cache
+def check_here() -> None:
+    """Raises: OSError where no code runs, be it right or wrong: all of it would count as wrong."""
+    if _run({"code": "def same(x):\n    return x", "name": "same", "arguments": [1]}) != [1]:
+        raise OSError(
+            f"generated code can't be run on this system ({sys.platform}): even code that returns "
+            "its argument fails under the limits that it is run with"
+        )
+
+
 def _run(job: dict[str, Any]) -> Any:
     """What the child answers; None if it failed, met a limit, or tried what it must not."""
+    # Windows starts no Python without it.
+    needed = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
     # Files, not pipes: a process that the code leaves behind would hold a pipe open.
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
     ):
-        limits = {
-            "RLIMIT_CPU": CPU_S,
-            "RLIMIT_AS": MEMORY_BYTES,
-            "RLIMIT_FSIZE": FILE_BYTES,
-            "RLIMIT_CORE": 0,
-        }
-        stdin.write(json.dumps({**job, "limits": limits}).encode())
+        stdin.write(json.dumps({**job, "limits": limits_on(sys.platform)}).encode())
         stdin.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _CHILD],
@@ -121,7 +143,7 @@ def _run(job: dict[str, Any]) -> Any:
             stdout=stdout,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, **needed},
             start_new_session=True,
         )
         try:
@@ -142,8 +164,9 @@ def _run(job: dict[str, Any]) -> Any:
 
 def _end(process: subprocess.Popen) -> None:
     """Kill the child and whatever it started in its session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
+    if not hasattr(os, "killpg"):  # Windows
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -43,11 +43,11 @@ def export(model: Model, folder: Path) -> None:
     model.tokenizer.save_pretrained(folder)
     write_settings(folder, **model.settings)
     path = folder / "generation_config.json"
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     content.pop("_from_model_config", None)  # with it, transformers drops what it does not know
     content["suppress_tokens"] = [model.mask_token_id]
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     own = folder / "custom_generate"
     own.mkdir()
-    (own / "generate.py").write_text(GENERATE)
-    (own / "requirements.txt").write_text(f"setblock>={version('setblock')}\n")
+    (own / "generate.py").write_text(GENERATE, encoding="utf-8")
+    (own / "requirements.txt").write_text(f"setblock>={version('setblock')}\n", encoding="utf-8")

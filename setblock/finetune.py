@@ -166,7 +166,8 @@ def finetune(
         "log": trainer.state.log_history,
     }
     if trainer.is_world_process_zero():
-        (run.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        told = json.dumps(summary, indent=2) + "\n"
+        (run.output_dir / "summary.json").write_text(told, encoding="utf-8")
     trainer.leave()
     return summary
 

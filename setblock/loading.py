@@ -212,7 +212,7 @@ def base_of(source: str) -> str | None:
     path = file_of(source, ADAPTER_CONFIG)
     if path is None:
         return None
-    content = json.loads(Path(path).read_text())
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str):
         raise ModelError(f"{ADAPTER_CONFIG} of {source!r} names no base_model_name_or_path")

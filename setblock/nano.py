@@ -119,7 +119,7 @@ def texts() -> dict[str, Any]:
     wordings: kind -> five wordings, the last one held out.
     small_talk: (prompt, answer) pairs for a visitor who says hello; trained on, never scored.
     """
-    return json.loads(Path(__file__).with_name("nano.json").read_text())
+    return json.loads(Path(__file__).with_name("nano.json").read_text(encoding="utf-8"))
 
 
 def _draw(family: str, split: str, rng: random.Random, held_out: bool) -> Iterator[Problem]:

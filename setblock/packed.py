@@ -124,7 +124,7 @@ def intel() -> bool:
     return (
         torch.backends.mkl.is_available()
         and processor.exists()
-        and "GenuineIntel" in processor.read_text()
+        and "GenuineIntel" in processor.read_text(encoding="utf-8")
     )
 
 

@@ -1,11 +1,9 @@
 """Records of measurements: where they come from, and the samples behind them, safe on disk."""
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
-import resource
 import shlex
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from setblock.files import end_last_line, lines_of, write_whole
 
@@ -159,20 +158,26 @@ class Journal:
             self._samples.setdefault(key[0], []).append(sample)
 
 
+_LOCKS: dict[Path, FileLock] = {}  # of records that this process writes
+
+
 def _lock(path: Path) -> None:
     """Keep other processes from this record until this one ends.
 
     By a file in the folder for temporary ones, which the system unlocks.
     Raises: ValueError if another process has it.
     """
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    name = f"setblock-{os.getuid()}-{digest}.lock"
-    file = os.open(Path(tempfile.gettempdir()) / name, os.O_WRONLY | os.O_CREAT, 0o600)
+    place = path.resolve()
+    if place in _LOCKS:
+        return
+    digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    user = os.getuid() if hasattr(os, "getuid") else "user"  # Windows: the folder is a user's own
+    lock = FileLock(Path(tempfile.gettempdir()) / f"setblock-{user}-{digest}.lock", timeout=0)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
+        lock.acquire()
+    except Timeout:
         raise ValueError(f"another command is writing to {path}") from None
+    _LOCKS[place] = lock
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -196,7 +201,7 @@ def _program() -> str:
 def _cpu() -> str:
     """The processor's name where Linux tells it, else its architecture."""
     facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.is_file() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
@@ -220,9 +225,15 @@ def _commit() -> str | None:
     return commit + ("+" if changes else "")
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has held, on the device or, on a CPU, altogether."""
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has held, on the device or, on a CPU, altogether; None
+    where the system does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     unit = 1 if sys.platform == "darwin" else 1024  # of what getrusage says
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -83,7 +83,7 @@ def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not file.is_file():
         raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
-    old = json.loads(file.read_text())
+    old = json.loads(file.read_text(encoding="utf-8"))
     changed = [name for name in new if name in old and old[name] != new[name]]
     if changed:
         differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)

@@ -23,6 +23,8 @@ def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
     """These tensors of up to 32 bits, or of whole numbers below 2^53, on the host."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors
+    if tensors[0].device.type == "mps":  # which has no doubles
+        return tuple(tensor.cpu() for tensor in tensors)
     flat = torch.cat([tensor.flatten().double() for tensor in tensors])
     return _parted(flat.cpu(), tensors)
 

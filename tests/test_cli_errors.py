@@ -236,7 +236,7 @@ needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="n
 @needs_full_device
 @pytest.mark.parametrize("as_json", [True, False])
 def test_stdout_on_a_full_disk(run, trained, monkeypatch, as_json):
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         result = run("generate", trained, "--prompt", "hi", *SHORT, *["--json"] * as_json)
         assert (result.code, result.error) == (1, "No space left on device")
@@ -269,7 +269,7 @@ def test_stdout_holds_one_json_object_and_nothing_else(untrained):
 
 @needs_full_device
 def test_no_complaint_of_the_interpreter_about_a_full_disk():
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         process = setblock_process("--help", stdout=full)
         _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (1, "error: No space left on device\n")

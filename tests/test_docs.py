@@ -70,7 +70,7 @@ def test_there_are_commands() -> None:
 
 def anchors(page: Path) -> set[str]:
     """What a page's headings are linked by."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     names = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", name.lower()).strip().replace(" ", "-") for name in names}
@@ -106,7 +106,7 @@ def test_the_table_of_lossless_decoding_is_the_records() -> None:
 )
 def test_verified_smollm2_says_what_its_frozen_base_says(path: Path) -> None:
     """A gated adapter in float32: the ids of next-token decoding, in every answer."""
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     [comparison] = record["comparisons"]
     exact, verified = record["results"]
     assert (exact["mode"], verified["mode"]) == ("ntp", "verified")

@@ -39,7 +39,7 @@ def run(name: str, *words: object, code: int = 0) -> str:
 def test_every_option_is_typed_in_this_file():
     # The load example needs a server: it is run where there is one.
     served = Path(__file__).with_name("test_serve_command.py")
-    typed = Path(__file__).read_text() + served.read_text()
+    typed = Path(__file__).read_text(encoding="utf-8") + served.read_text()
     for script in EXAMPLES.glob("*.py"):
         source = script.read_text()
         names = (f'"{script.name}"', f'"{script.stem}"')  # in a process, or imported

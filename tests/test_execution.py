@@ -1,8 +1,11 @@
 """Generated code: right answers pass, everything else counts as wrong and leaves nothing behind."""
 
+import os
+
 import pytest
 
-from setblock.execution import calls_agree, passes, run_function
+from setblock import execution
+from setblock.execution import calls_agree, check_here, limits_on, passes, run_function
 
 DOUBLE = "def double(x):\n    return 2 * x"
 
@@ -108,3 +111,27 @@ def test_tests_pass_or_not() -> None:
 )
 def test_code_that_ends_or_hangs_before_its_tests_fails_them(code: str) -> None:
     assert not passes(code, "assert double(1) == 2")
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_with_the_limits_of_each_system(platform: str, monkeypatch) -> None:
+    limits = limits_on(platform)
+    assert ("RLIMIT_AS" in limits, bool(limits)) == (platform == "linux", platform != "win32")
+    monkeypatch.setattr(execution, "limits_on", lambda _: limits)
+    monkeypatch.setattr(execution, "WALL_S", 2)
+    if platform == "win32":
+        monkeypatch.delattr(os, "killpg")
+    assert run_function(DOUBLE, "double", [1]) == [2]
+    assert run_function("while True: pass", "double", [1]) is None
+    assert run_function(f"open('left', 'w')\n{DOUBLE}", "double", [1]) is None
+
+
+def test_a_system_on_which_no_code_runs_is_an_error(monkeypatch) -> None:
+    check_here.cache_clear()
+    monkeypatch.setattr(execution, "limits_on", lambda _: {"RLIMIT_NONE": 1})
+    with pytest.raises(OSError, match="generated code can't be run on this system"):
+        calls_agree(DOUBLE, "double", [(1, 2)])
+    with pytest.raises(OSError, match="generated code can't be run on this system"):
+        passes(DOUBLE, "assert double(1) == 2")
+    monkeypatch.undo()
+    assert calls_agree(DOUBLE, "double", [(1, 2)])

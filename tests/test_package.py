@@ -1,6 +1,7 @@
 """The package as a whole: public names, what importing it costs, which way imports point."""
 
 import ast
+import json
 import subprocess
 import sys
 from importlib import import_module
@@ -129,3 +130,24 @@ def test_generating_needs_neither_training_nor_plots():
     loaded = modules_after("from setblock import generate, load")
     assert "transformers" in loaded
     assert not loaded & {"matplotlib", "trl", "datasets", "gguf"}
+
+
+ELSEWHERE = """
+import os, sys
+import psutil  # which itself needs what is taken away here
+sys.modules["fcntl"] = sys.modules["resource"] = None
+del os.killpg
+from setblock.cli import main
+main()
+"""
+
+
+def test_without_what_windows_lacks(tmp_path):
+    words = "evaluate nano --task code --limit 2 --mode sbd --json --out record.json".split()
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    [line] = json.loads(run.stdout)["results"]
+    assert line == json.loads((tmp_path / "record.json").read_text())["results"][0]
+    assert (line["n"], line["correct"], line["peak_bytes"]) == (2, 2, None)

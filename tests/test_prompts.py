@@ -172,7 +172,8 @@ def test_templates_that_say_something_else(checkpoint) -> None:
 
 
 def prompts_in(file: Path) -> list[str]:
-    return [json.loads(line)["prompt"] for line in file.read_text().split("\n") if line]
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line)["prompt"] for line in lines if line]
 
 
 def test_the_command(run, answering, tmp_path) -> None:

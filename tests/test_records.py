@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
     records.save_record({"results": [1]}, path)
 
     def full(self: Path, text: str, encoding: str) -> int:
-        with self.open("w") as file:
+        with self.open("w", encoding="utf-8") as file:
             file.write(text[: len(text) // 2])
         raise OSError(28, "No space left on device")
 

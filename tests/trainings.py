@@ -22,7 +22,7 @@ QUICK = "--max-steps 3 --per-device-train-batch-size 2 --use-cpu --bf16 no --dis
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -56,7 +56,7 @@ def page(demo: Path) -> Iterator[Page]:
 def answers_of(demo: Path, prompt: str) -> dict[str, Any]:
     return {
         answer["mode"]: answer
-        for answer in json.loads(demo.read_text())["answers"]
+        for answer in json.loads(demo.read_text(encoding="utf-8"))["answers"]
         if answer["prompt"] == prompt
     }
 

@@ -31,12 +31,12 @@ def serving(name: str, port: int, log: Path) -> Iterator[str]:
     program = [str(Path(sys.executable).with_name("setblock")), "serve", name, "--engine", "vllm"]
     words = ["--port", str(port), "--dtype", "float32"]
     words += ["--", "--enforce-eager", "--max-model-len", "512"]
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen([*program, *words], env=env, stdout=file, stderr=file)
     place = f"http://127.0.0.1:{port}"
     try:
         while True:
-            assert process.poll() is None, log.read_text()[-3000:]
+            assert process.poll() is None, log.read_text(encoding="utf-8")[-3000:]
             with suppress(httpx.TransportError):
                 httpx.get(f"{place}/health").raise_for_status()
                 break

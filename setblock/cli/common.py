@@ -353,5 +353,5 @@ def fail(message: str, code: int) -> NoReturn:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:  # a full disk; the interpreter would try again at exit and complain
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     sys.exit(code)
