@@ -222,11 +222,13 @@ class Rows:
         """
         raise NotImplementedError
 
-    def committed(self, slot: int) -> tuple[list[int], bool]:
-        """Ids of a batch slot's gapless answer so far, and whether EOS or the limit ends it."""
-        last, first = int(self.limit[slot]), int(self.prompt_end[slot])
-        known = min(last, int(self.start[slot]) + self.settings.block_size)  # behind it masks
-        answer = self.tokens[slot, first:known].tolist()
+    def committed(self, slot: int, known: int = 0) -> tuple[list[int], bool]:
+        """Ids of a batch slot's gapless answer behind its first `known`, which have not ended it,
+        and whether EOS or the limit does.
+        """
+        last, first = int(self.limit[slot]), int(self.prompt_end[slot]) + known
+        masks = min(last, int(self.start[slot]) + self.settings.block_size)
+        answer = self.tokens[slot, first:masks].tolist()
         if self.model.mask_token_id in answer:
             answer = answer[: answer.index(self.model.mask_token_id)]
         if ends := [answer.index(token) for token in self.ends if token in answer]:

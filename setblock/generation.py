@@ -323,6 +323,7 @@ def _stream_batch(
     begin = time.perf_counter()
     prefill_s = None
     pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
+    answers: dict[int, list[int]] = {row: [] for row in pieces}
     going = list(pieces)
     state.encode()
     while going:
@@ -332,7 +333,9 @@ def _stream_batch(
             prefill_s = elapsed
         going = []
         for slot, row in enumerate(state.rows.tolist()):
-            answer, ended = state.committed(slot)
+            answer = answers[row]
+            fresh, ended = state.committed(slot, len(answer))
+            answer += fresh
             text, stopped = "", False
             if in_pieces or ended:
                 answer, text, stopped = pieces[row].extend(answer, ended)

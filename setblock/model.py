@@ -34,6 +34,7 @@ from setblock.transfer import to_device
 COMPILE = ("on", "kernels", "graphs")
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Conversation = Sequence[Mapping[str, str]]  # messages of role and content
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
@@ -339,6 +340,11 @@ class Model:
                 raise ModelError(
                     f"message {number} must have a role and a content, both text, and nothing "
                     f"else, got {turn!r}"
+                )
+            if turn["role"] not in ROLES:  # most templates take any word
+                raise ModelError(
+                    f"message {number}: role must be one of {', '.join(ROLES)}, got "
+                    f"{turn['role']!r}"
                 )
         try:
             return str(

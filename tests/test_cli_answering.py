@@ -366,6 +366,18 @@ def test_show_steps(run, answering):
     ]
 
 
+def test_steps_past_the_end(run, answering):
+    answering(TableModel.spelling("abcd", start=3))
+    words = ["--prompt", "hi", "--solver", "fixed:4", "--block-size", "4", "--show-steps"]
+    result = run("generate", "any", *words, "--stop", "b")
+    assert result.out == "forward 1: 0:'a', 1:'b', 2:'c', 3:'d'\na\n"
+    assert (
+        "places from 2 on lie past the answer's end: left out\n2 tokens, 1 forward, " in result.err
+    )
+    whole = run("generate", "any", *words, "--max-new-tokens", "4")
+    assert whole.err.startswith("4 tokens, 1 forward, ")
+
+
 def test_no_steps_unless_asked(run, trained):
     assert "steps" not in run("generate", trained, "--prompt", "hi", "--json", *SHORT).json
 

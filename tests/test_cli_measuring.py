@@ -424,7 +424,7 @@ def test_profile_every_option(run, trained, tmp_path, compiled):
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--prompt-length", "0"], "--prompt-length must be at least 1, got 0"),
         (["--mode", "ntp", "--solver", "fixed:1"], "--solver is for mode sbd"),
-        (["--task", "gsm8k"], "--task and --data need each other"),
+        (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
     ):
         assert message in run("profile", trained, *wrong).error
 
@@ -564,7 +564,8 @@ def test_vllm_is_missed(run, trained, monkeypatch):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--prompt-length", "-1"], "--prompt-length must be at least 1, got -1"),
         (["--cached", "-1"], "--cached must be at least 0, got -1"),
-        (["--task", "gsm8k"], "--task and --data need each other; got gsm8k and None"),
+        (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
+        (["--data", "y"], "--data is for one --task of gsm8k, svamp"),
         (["--task", "x", "--data", "y"], "--task must be one of gsm8k, svamp"),
         (["--prompt-length", "400"], "exceeds the model's context of 256 tokens"),
         (["--cached", "250"], "--cached 250 with 32 tokens behind it exceeds the model's context"),

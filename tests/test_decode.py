@@ -432,6 +432,8 @@ def test_committed_ends_at_the_first_gap():
         state.step()
         seen.append(state.committed(0))
     assert seen == [([], False), ([4], False), ([4, 5, 6, 7], True)]
+    assert state.committed(0, 1) == ([5, 6, 7], True)
+    assert state.committed(0, 3) == ([7], True)
 
 
 def test_select_keeps_everything_of_the_rows_it_keeps():

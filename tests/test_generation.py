@@ -343,6 +343,11 @@ def test_conversations_go_through_the_chat_template(checkpoint):
 @pytest.mark.parametrize(
     ("talk", "message"),
     [
+        (
+            [{"role": "usr", "content": "hi"}],
+            "prompt 0: message 0: role must be one of system, developer, user, assistant, tool, "
+            "got 'usr'",
+        ),
         ([{"role": "user"}], r"prompt 0: message 0 must have a role and a content, both text, and"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 5}], "prompt 0: message 1"),
         ([{"role": "user", "content": "a", "name": "b"}], r"nothing else, got \{'role': 'user', "),

@@ -147,7 +147,8 @@ def test_command(run, tmp_path):
     text = run("plan", *WORDS, "--measured", record).out
     for word in (
         "the quickest first",
-        "each forward: 0 ms a layer",
+        "assumed, not measured: in mode sbd",
+        "0 ms a layer",
         "pays up to a batch of",
         "3 ms per token",
         "predicted",

@@ -188,8 +188,11 @@ def generate(
         )
     if not generation.text and (chat or messages) and generation.finish_reason == "eos":
         err.print(f"the answer is empty: {model.name} ended its turn at once", style="yellow")
+    tokens, nfe = generation.num_tokens, generation.nfe
+    if show_steps and any(place >= tokens for one in steps for place, _ in one.drafts):
+        err.print(f"places from {tokens} on lie past the answer's end: left out", style="dim")
     err.print(
-        f"{generation.num_tokens} tokens, {generation.nfe} forwards, "
+        f"{tokens} token{'s' * (tokens != 1)}, {nfe} forward{'s' * (nfe != 1)}, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s, "
         f"of which {generation.prefill_s:.2f} s for the prompt ({generation.finish_reason})",
         style="dim",

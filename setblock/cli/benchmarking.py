@@ -375,10 +375,12 @@ def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
     from setblock import nano
     from setblock.tasks import TASKS, load_items, read_rows
 
-    if (task is None) != (data is None):
-        raise ValueError(f"--task and --data need each other; got {task} and {data}")
     if task is not None and task not in TASKS:
         raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
+    if task is not None and data is None:
+        raise ValueError(f"task {task} needs its rows: --data FILE")
+    if data is not None and task is None:
+        raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got none")
     if task and data:
         rows = load_items(TASKS[task], read_rows(data), limit)
         return [TASKS[task].prompt(row, (), True) for row in rows]

@@ -102,7 +102,11 @@ def roofline(
     ):
         places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
         sizes = sorted({cell["block_size"] for cell in cells[key]})
-        shown = Table(title=f"{title}: {model_name} on {machine.name}")
+        caption = (
+            "batch: rows; kv: tokens in each row's cache; k: block size"
+            + "; nfe speedup: times fewer forwards than tokens" * ("nfe_speedup" in places)
+        )
+        shown = Table(title=f"{title}: {model_name} on {machine.name}", caption=caption)
         for name in [*(place.replace("_", " ") for place in places), *(f"k={k}" for k in sizes)]:
             shown.add_column(name, justify="right")
         lines: dict[tuple, list[str]] = {}
@@ -221,9 +225,14 @@ def plan(
         print_json(found)
         return
     place = f"{model_name} on {machine.name}, {prompt_length} tokens in the cache"
-    beside = f"{1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
+    told = ", ".join(f"{rate:g} in blocks of {size}" for size, rate in rate_of.items())
+    assumed = (
+        f"assumed, not measured: in mode sbd {told} tokens per forward (--tokens-per-forward); in "
+        f"mode verified {acceptance:g} of the drafted tokens accepted (--acceptance); in each "
+        f"forward {1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
+    )
     title = f"{place}: the quickest first"
-    out.print(_table(title, found["choices"], ("batch", *SETTING), f"each forward: {beside}"))
+    out.print(_table(title, found["choices"], ("batch", *SETTING), assumed))
     for mode, most in found["largest_batches"].items():
         pays = f"up to a batch of {most}" if most else "not even alone"
         more = " or more" if most == planning.LARGEST_BATCH else ""

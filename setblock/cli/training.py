@@ -116,7 +116,8 @@ def train(
         str | None,
         typer.Option(
             help="full: all weights. lora, qlora: low-rank adapter on a frozen base, whole or in "
-            "4 bits. gated: adapter on masked positions alone, next-token behaviour unchanged. "
+            "4 bits. gated: adapter that works at masked positions only, so that next-token "
+            "decoding stays as it is. "
             "Default: full."
         ),
     ] = None,
