@@ -332,3 +332,27 @@ def test_long_prompt(tmp_path):
     assert (first["prefill_forwards"], second["prefill_forwards"]) == (4, 1)
     assert first["peak_bytes"] > first["weights_bytes"] + first["cache_bytes"]
     assert '"chunk": 64' in run("long_prompt.py", "--tokens", 64, "--only", 0)
+
+
+def test_the_three_models_of_a_gpu(tmp_path) -> None:
+    """Stopped at once, gone on with to the end, and nothing left to do then."""
+    prompts, dev, out = tmp_path / "p.jsonl", tmp_path / "dev.jsonl", tmp_path / "out"
+    rows = [{"prompt": f"What is {number} + 4?"} for number in range(6)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dev.write_text(json.dumps({"question": "What is 2 + 2?", "answer": "#### 4"}) + "\n")
+    words = ["--prompts", prompts, "--dev", dev, "--base", "nano", "--output-dir", out]
+    words += ["--steps", 2, "--batch-size", 2, "--answer-tokens", 12, "--answer-batch-size", 6]
+    words += ["--questions", 1, "--minutes"]
+    told = run("smollm2_gpu.py", *words, 0.001)
+    assert "stopped while it trained gated: the same command goes on" in told
+    assert f"the scores are in {out / 'scores.json'}" in run("smollm2_gpu.py", *words, 9)
+    record = json.loads((out / "scores.json").read_text())
+    assert {(one["model"], one["mode"], one["n"]) for one in record["results"]} == {
+        (name, mode, 1)
+        for name in ("nano", *(str(out / way) for way in ("gated", "sbd", "twin")))
+        for mode in ("ntp", "sbd", "verified")
+    }
+    answers = [(out / way / "_run" / "answers.jsonl").read_text() for way in ("gated", "twin")]
+    assert answers[0] == answers[1] != ""
+    logs = [(out / way / "log.jsonl").read_text() for way in ("sbd", "twin")]
+    assert all('"step": 2' in log for log in logs)
