@@ -84,9 +84,10 @@ def main(
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         result = json.loads(done.stdout.splitlines()[-1])
         record["results"].append(result)
+        peak, more = (result[name] or 0 for name in ("peak_bytes", "more_than_idle_bytes"))
         print(
             f"{tokens} tokens, {result['chunk']} at a time: {result['prefill_s']:.1f} s, peak "
-            f"{result['peak_bytes'] / 1e6:.0f} MB, {result['more_than_idle_bytes'] / 1e6:.0f} more "
+            f"{peak / 1e6:.0f} MB, {more / 1e6:.0f} more "
             f"than before the prompt; the cache alone is {result['cache_bytes'] / 1e6:.0f} MB",
             flush=True,
         )

@@ -55,7 +55,7 @@ def train(
         return True
     answers = Path(OWN_FOLDER) / "answers.jsonl"
     if name != "gated" and not (folder / answers).exists():
-        (folder / OWN_FOLDER).mkdir(parents=True)
+        (folder / OWN_FOLDER).mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / "gated" / answers, folder / answers)
     resume = ["--resume"] if any(folder.glob(f"{PREFIX}*")) else []
     words = ["train", "--config", str(CONFIG), *words, *answer_words, *WAYS[name], *resume]

@@ -8,7 +8,6 @@ noise, forward, backward and AdamW. The ratio to trl's own step is that of the m
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from setblock import adapters, objective
 from setblock.config import SBDConfig
 from setblock.loading import load
 from setblock.masks import WholeRows, flex_block_mask
-from setblock.records import new_record, save_record
+from setblock.records import new_record, peak_bytes, save_record
 from setblock.train import SBDTrainer
 
 BASELINE = "trl full"
@@ -90,8 +89,8 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak}
+    peak = peak_bytes(torch.device("cpu"))
+    return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak or 0}
 
 
 def mask_seconds(length: int, seed: int, times: int = 5) -> dict[str, float]:

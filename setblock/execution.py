@@ -32,7 +32,7 @@ FILE_BYTES = 2**20  # of each file written, the results included
 # Whatever the code itself prints goes nowhere. The child limits itself: between fork and exec a
 # large parent would be over the limit of memory already.
 _CHILD = """
-import json, os, sys
+import importlib.util, json, os, shutil, subprocess, sys  # what some import is denied below
 
 def main():
     job = json.load(sys.stdin)
@@ -51,7 +51,9 @@ def main():
               "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "os.chown", "os.kill",
               "os.putenv", "os.utime", "os.setxattr", "os.removexattr", "signal.")
     # Modules below those that tell: loaded already, or ways around what was taken out of them.
-    below = ("posix", "nt", "_winapi", "_posixsubprocess", "_imp", "_ctypes", "_socket", "_sqlite3")
+    below = (system.__name__, "_posixsubprocess", "_imp", "_ctypes", "_socket", "_sqlite3")
+    if system.__name__ == "nt":  # elsewhere the standard library asks in vain
+        below += ("_winapi",)
 
     def guard(event, words, end=os._exit):
         if event.startswith(denied) or (event == "open" and words[2] & writing):
@@ -63,6 +65,7 @@ def main():
         for module in (os, system):
             if hasattr(module, name):
                 delattr(module, name)
+    subprocess._fork_exec = None
     for name in below:
         sys.modules.pop(name, None)
     sys.addaudithook(guard)

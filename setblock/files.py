@@ -7,11 +7,7 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file anew: a reader sees the old one or the new one, never half of one.
-
-    Effects: makes its folder.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file anew: a reader sees the old one or the new one, never half of one."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)

@@ -249,13 +249,14 @@ def _stream(
 def ending_at(model: Model, stop: Iterable[str]) -> tuple[Model, list[str]]:
     """(the model, ending also at special tokens among these stop texts; the other texts).
 
-    A special token is no part of a text: it ends an answer as EOS does.
+    A special token is no part of a text: it ends an answer as EOS does, but for the mask token,
+    which is never said.
     """
     texts = list(stop)
     named = [text for text in texts if text in model.special_tokens]
     ids: Any = model.tokenizer.convert_tokens_to_ids(named)
     ending = copy.copy(model)
-    ending.eos_token_ids = model.eos_token_ids | frozenset(ids)
+    ending.eos_token_ids = (model.eos_token_ids | frozenset(ids)) - {model.mask_token_id}
     return ending, [text for text in texts if text not in named]
 
 

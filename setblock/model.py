@@ -34,7 +34,6 @@ from setblock.transfer import to_device
 COMPILE = ("on", "kernels", "graphs")
 MOST_COMPILED = 512  # query tokens of a forward that is compiled; a prompt gains nothing
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 Conversation = Sequence[Mapping[str, str]]  # messages of role and content
 
 DEFAULTS = {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
@@ -77,8 +76,10 @@ class Model:
         # Any id that the embedding holds will do where there is no padding token.
         self.pad_token_id = min((i for i in pad if 0 <= i < self.vocab_size), default=0)
         self.context_length: int = network.config.max_position_embeddings
-        self.special_tokens: tuple[str, ...] = tuple(tokenizer.all_special_tokens)
-        self.special_token_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        # What decode() leaves out: more than those that the tokenizer has a name for.
+        added = {i: one.content for i, one in tokenizer.added_tokens_decoder.items() if one.special}
+        self.special_token_ids = frozenset([*tokenizer.all_special_ids, *added])
+        self.special_tokens = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added.values()]))
         self.byte_ids = _byte_ids(tokenizer)
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
@@ -340,11 +341,6 @@ class Model:
                 raise ModelError(
                     f"message {number} must have a role and a content, both text, and nothing "
                     f"else, got {turn!r}"
-                )
-            if turn["role"] not in ROLES:  # most templates take any word
-                raise ModelError(
-                    f"message {number}: role must be one of {', '.join(ROLES)}, got "
-                    f"{turn['role']!r}"
                 )
         try:
             return str(

@@ -189,6 +189,7 @@ def _difference(old: Any, new: Any) -> str:
 
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Write a record; a reader never sees half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 

@@ -124,4 +124,5 @@ def _write(file: Path, prompts: list[Any]) -> None:
             f"{file} was made of other prompts, or with another held_out: choose "
             "another output folder"
         )
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content)

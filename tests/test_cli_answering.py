@@ -124,6 +124,14 @@ def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, mo
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     assert "this machine is busy (load 99.0 on" in run(*words).err
     assert "busy" not in run(*words, "--json").err
+    words = ("evaluate", trained, "--task", "lists", "--limit", "1", "--mode", "ntp", *SHORT)
+    assert "this machine is busy (load 99.0 on" in run(*words).err
+    assert "busy" not in run(*words, "--json").err
+    words = ("generate", trained, "--prompt", "hi", *SHORT)
+    assert "busy" not in run(*words).err, "it was quick"
+    monkeypatch.setattr("setblock.cli.answering.SLOW_S", 0.0)
+    assert "this machine is busy (load 99.0 on" in run(*words).err
+    assert "busy" not in run(*words, "--json").err
 
 
 def test_a_terminal_is_no_prompt(run, trained):

@@ -67,6 +67,11 @@ def test_what_the_code_prints_is_ignored() -> None:
         "import _posixsubprocess",
         "import sys\nsys.modules.pop('posix', None)\nimport posix\nposix.mkfifo('left')",
         "import _imp",
+        "import subprocess\nsubprocess.run(['touch', 'left'])",
+        "import subprocess\nsubprocess._fork_exec()",
+        "import shutil\nshutil.copy('/etc/hostname', 'left')",
+        "import shutil\nshutil.posix.mkfifo('left')",
+        "import tempfile\ntempfile.mkdtemp(dir='.')",
         "import socket",
         "import os\nos.utime('.', (0, 0))",
     ],
@@ -88,6 +93,29 @@ def test_the_mark_of_passed_tests_is_not_found_by_name() -> None:
 def test_reading_and_the_standard_library_stay_allowed() -> None:
     code = "import collections, heapq, itertools, math, re, typing, datetime, random\n" + DOUBLE
     assert run_function(f"open('/dev/null').read()\n{code}", "double", [1]) == [2]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum"),
+        *("fractions", "functools", "hashlib", "heapq", "importlib.util", "inspect", "io"),
+        *("itertools", "math", "mimetypes", "operator", "pathlib", "pprint", "queue", "random"),
+        *(
+            "re",
+            "shutil",
+            "statistics",
+            "string",
+            "subprocess",
+            "tempfile",
+            "textwrap",
+            "threading",
+        ),
+        *("typing", "unittest", "zipfile"),
+    ],
+)
+def test_modules_that_right_code_may_import(module: str) -> None:
+    assert run_function(f"import {module}\n{DOUBLE}", "double", [1]) == [2]
 
 
 def test_tests_pass_or_not() -> None:

@@ -13,13 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
+from transformers import AddedToken
 
 from setblock import generation
 from setblock.checkpoint import ModelError
 from setblock.decode import Settings
-from setblock.generation import Reveal, TextPieces, encode, generate, settings_for, stream
+from setblock.generation import (
+    Reveal,
+    TextPieces,
+    encode,
+    ending_at,
+    generate,
+    settings_for,
+    stream,
+)
 from setblock.loading import load
-from setblock.model import _byte_ids
+from setblock.model import Model, _byte_ids
 from setblock.roofline import Spending
 from setblock.sampling import Sampler
 from setblock.solvers import EntropyBound, FixedCount, entropy
@@ -343,11 +352,6 @@ def test_conversations_go_through_the_chat_template(checkpoint):
 @pytest.mark.parametrize(
     ("talk", "message"),
     [
-        (
-            [{"role": "usr", "content": "hi"}],
-            "prompt 0: message 0: role must be one of system, developer, user, assistant, tool, "
-            "got 'usr'",
-        ),
         ([{"role": "user"}], r"prompt 0: message 0 must have a role and a content, both text, and"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 5}], "prompt 0: message 1"),
         ([{"role": "user", "content": "a", "name": "b"}], r"nothing else, got \{'role': 'user', "),
@@ -535,6 +539,25 @@ def test_a_line_break_stops_before_bytes_that_are_no_text(mode):
     run |= {} if mode == "ntp" else {"block_size": 4}
     [answer] = generate(model, [[BOS]], **run)
     assert (answer.text, answer.finish_reason, answer.num_tokens) == ("a", "stop", 2)
+
+
+def test_special_tokens_that_the_tokenizer_has_no_name_for(checkpoint) -> None:
+    """decode() leaves them out like the others: none can be part of a text, all can end one."""
+    plain = load(checkpoint("llama"), device="cpu")
+    plain.tokenizer.add_tokens([AddedToken("<|call|>", special=True), AddedToken("<|seen|>")])
+    model = Model(plain.network, plain.tokenizer)
+    call: Any = model.tokenizer.convert_tokens_to_ids("<|call|>")
+    assert call not in model.tokenizer.all_special_ids
+    assert model.decode([call]) == ""
+    assert model.special_token_ids == plain.special_token_ids | {call}
+    assert set(model.special_tokens) == {*plain.special_tokens, "<|call|>"}
+    with pytest.raises(ValueError, match=r"holds the special token '<\|call\|>'"):
+        generate(model, [[5]], mode="ntp", stop="<|call|>")
+    mask = str(model.tokenizer.convert_ids_to_tokens(model.mask_token_id))
+    ending, stop = ending_at(model, ["<|call|>", "x", mask])
+    assert ending.eos_token_ids == model.eos_token_ids | {call}
+    assert stop == ["x"] if mask in model.special_tokens else ["x", mask]
+    assert model.eos_token_ids == plain.eos_token_ids
 
 
 def test_bytes_of_a_vocabulary(checkpoint) -> None:

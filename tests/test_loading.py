@@ -103,6 +103,12 @@ def test_settings_are_written_whole_or_not_at_all(checkpoint, tmp_path, monkeypa
     assert (folder / "generation_config.json").read_text() == before
 
 
+def test_settings_of_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_settings(tmp_path / "none", block_size=4)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_settings_written_to_a_checkpoint_are_found(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint(), tmp_path / "copy")
     write_settings(folder, mask_token_id=7, trained=True)

@@ -154,6 +154,10 @@ def test_command(run, tmp_path):
         "predicted",
     ):
         assert word in text
+    text = " ".join(
+        run("plan", "llama-3.1-8b", "--device", "h200", "--measured", record).out.split()
+    )
+    assert f"(--acceptance). From {record}: in each forward" in text
     assert "right_size" not in run("plan", "qwen3-8b", "--json").json
 
 

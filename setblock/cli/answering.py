@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from setblock.generation import Generation
     from setblock.model import Model
 
+SLOW_S = 5.0  # of an answer, from which on it is worth saying what else may slow it down
+
 
 @app.command()
 def generate(
@@ -197,6 +199,8 @@ def generate(
         f"of which {generation.prefill_s:.2f} s for the prompt ({generation.finish_reason})",
         style="dim",
     )
+    if generation.wall_s > SLOW_S:
+        busy_note()
 
 
 @app.command()

@@ -322,6 +322,8 @@ def busy_note() -> None:
     """One line on stderr behind times that were taken on a busy CPU."""
     import torch
 
+    if not hasattr(os, "getloadavg"):  # Windows
+        return
     load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
     if load > cores:
         err.print(

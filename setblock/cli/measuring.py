@@ -34,6 +34,7 @@ from setblock.cli.common import (
     TopKOption,
     TopPOption,
     app,
+    busy_note,
     err,
     load_model,
     out,
@@ -305,6 +306,8 @@ def evaluate(
                 firsts.setdefault(family, (line, known))
                 run += 1
     _show(journal.record, as_json)
+    if not as_json:
+        busy_note()
 
 
 def _own_modes(names: list[str]) -> list[Mode]:

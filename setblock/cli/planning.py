@@ -225,12 +225,17 @@ def plan(
         print_json(found)
         return
     place = f"{model_name} on {machine.name}, {prompt_length} tokens in the cache"
-    told = ", ".join(f"{rate:g} in blocks of {size}" for size, rate in rate_of.items())
-    assumed = (
-        f"assumed, not measured: in mode sbd {told} tokens per forward (--tokens-per-forward); in "
-        f"mode verified {acceptance:g} of the drafted tokens accepted (--acceptance); in each "
-        f"forward {1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
+    told = ", ".join(
+        f"{rate:g} tokens per forward in blocks of {size}" for size, rate in rate_of.items()
     )
+    driven = f"{1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
+    assumed = (
+        f"assumed, not measured: in mode sbd {told} (--tokens-per-forward); in "
+        f"mode verified {acceptance:g} of the drafted tokens accepted (--acceptance); in each "
+        f"forward {driven}"
+    )
+    if forwards and dispatch_ms is None:
+        assumed = f"{assumed.rpartition('; ')[0]}. From {measured}: in each forward {driven}"
     title = f"{place}: the quickest first"
     out.print(_table(title, found["choices"], ("batch", *SETTING), assumed))
     for mode, most in found["largest_batches"].items():
