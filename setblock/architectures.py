@@ -2,20 +2,21 @@
 
 check_architecture()  refuses the others, before any weights are read
 attention_mask()      the visibility rule in the form that a network's attention takes
+decoding_mask()       the same, of queries behind a cache
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from setblock import attention
-from setblock.cache import CACHE
+from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, any_of
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
 
 BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
-FULL = {"full_attention": None}  # the windows of a network without any
 
 # Classes whose forward takes one mask per layer type; the tests run each of them.
 TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
@@ -68,16 +69,36 @@ def attention_mask(
     Raises: ModelError for other backends, which misread both without a word (eager adds 1 and 0 to
     the scores).
     """
+    rule = _rule(network)
+    windows = windows or windows_of(network.config)
+    more = {} if rows is None or rule is visible else {"rows": rows}
+    return _by_layers({kind: rule(queries, keys, width, **more) for kind, width in windows.items()})
+
+
+def decoding_mask(
+    network: Any, queries: Layout, cache: PrefixCache, windows: dict[str, int | None]
+) -> Any:
+    """As `attention_mask`, where the keys are what the cache looks at once the queries are staged.
+
+    queries: on the device.
+    """
+    if _rule(network) is not visible:
+        return attention_mask(network, queries, cache.keys_layout(queries), windows)
+    return _by_layers({kind: cache.visible(queries, width) for kind, width in windows.items()})
+
+
+def _rule(network: Any) -> Callable[..., Any]:
+    """What makes a mask in the form that the network's attention takes."""
     backend = network.config._attn_implementation
     if backend not in BACKENDS:
         raise ModelError(
             f"attn_implementation {backend!r} misreads our masks; use {any_of(BACKENDS)}"
         )
-    windows = windows or windows_of(network.config)
-    more = {} if rows is None or BACKENDS[backend] is visible else {"rows": rows}
-    masks = {
-        kind: BACKENDS[backend](queries, keys, width, **more) for kind, width in windows.items()
-    }
+    return BACKENDS[backend]
+
+
+def _by_layers(masks: dict[str, Any]) -> Any:
+    """The mask of all layers, or where layers differ those of each kind."""
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
@@ -99,8 +120,3 @@ def windows_of(config: PretrainedConfig) -> dict[str, int | None]:
             f"of such models only {any_of(TAKES_MASK_PER_LAYER_TYPE)} can run"
         )
     return {kind: windows[kind] for kind in sorted(set(kinds))}
-
-
-def takes_one_mask(network: Any, windows: dict[str, int | None]) -> bool:
-    """Whether all layers of a network with these windows take one mask, of booleans."""
-    return windows == FULL and BACKENDS.get(network.config._attn_implementation) is visible

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from setblock.contenders import BASELINE, Contender, Timing, now
@@ -141,7 +142,7 @@ def _bare_seconds(model: Model, forwards: Sequence[tuple[int, int, int, int]]) -
     _forward_seconds(model, cache, 1, 0, 1)
     seconds = []
     for cached, *shape in (forwards[0], *forwards):
-        cache.lengths = torch.full_like(cache.lengths, cached)  # of whatever its memory holds
+        cache.lengths = np.array([cached])  # of whatever its memory holds
         seconds.append(_forward_seconds(model, cache, *shape))
     return sum(seconds[1:])
 
@@ -182,7 +183,7 @@ def _in_turns(
         layout = causal_layout(position.expand(batch_size, -1))
         tokens = torch.full(layout.position.shape, model.pad_token_id)
         model.forward(tokens, layout, cache, logits_at=position[:0])
-        cache.keep(torch.full((batch_size,), len(position)))
+        cache.keep(np.full(batch_size, len(position)))
 
     return [
         {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
@@ -195,7 +196,7 @@ def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: i
     logits of so many.
     """
     first = cache.lengths
-    position = first[:, None] + torch.arange(count)
+    position = first[:, None] + np.arange(count)
     layout = decoding_layout(position, first + count - noisy, first + count)
     tokens = torch.full(position.shape, model.mask_token_id)
     picked = torch.arange(count - wanted, count)

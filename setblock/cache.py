@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
+from numpy import ndarray
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from setblock.masks import CLEAN, PADDING, Layout
+from setblock.masks import CLEAN, PADDING, Layout, visible
 from setblock.transfer import to_device
 
 # What a network's forward calls its cache: transformers has a new name for it since 5.24.
@@ -33,11 +35,11 @@ class Memory:
         self._layers: dict[int, list[Tensor]] = {}
         self._numbers: Tensor | None = None
 
-    def numbers(self, rows: int, device: torch.device) -> Int[Tensor, "rows 1"]:
-        """0 to rows - 1; parts of one tensor, which graphs may look at as long as the memory is."""
+    def numbers(self, count: int, device: torch.device) -> Int[Tensor, " count"]:
+        """0 to count - 1: a part of one tensor, which graphs may look at while the memory lives."""
         if self._numbers is None:
-            self._numbers = torch.arange(self.rows, device=device)[:, None]
-        return self._numbers[:rows]
+            self._numbers = torch.arange(max(self.rows, self.capacity), device=device)
+        return self._numbers[:count]
 
     def of(self, layer: int, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
         """Keys and values of a layer, [rows, heads, room, width] each."""
@@ -153,9 +155,9 @@ class PrefixCache(Cache):
         """
         self.memory = memory = memory or Memory(batch, capacity, fixed=False)
         self.slots = _Slots(memory.capacity, grain)
-        self.lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long)
-        self.there = self.lengths  # on the device, since the first `stage`
-        self.keepable: Int[Tensor, " batch"] | None = None
+        self.lengths: Int[ndarray, " batch"] = np.zeros(batch, dtype=np.int64)
+        self.there = torch.from_numpy(self.lengths)  # on the device, since the first `stage`
+        self.keepable: Int[ndarray, " batch"] | None = None
         super().__init__(layers=[_PrefixLayer(self.slots, memory, i) for i in range(num_layers)])
 
     def stage(self, queries: Layout, lengths: Int[Tensor, " batch"] | None = None) -> None:
@@ -164,10 +166,11 @@ class PrefixCache(Cache):
         queries: on the host. lengths: the cache's own, on the device, if that is another place.
         Raises: ValueError if it does not fit.
         """
-        batch, num_queries = queries.position.shape
+        position = queries.position.numpy()
+        batch, num_queries = position.shape
         slots = self.slots
         assert batch == len(self.lengths), f"{batch} rows, but the cache has {len(self.lengths)}"
-        self.there = self.lengths if lengths is None else lengths
+        self.there = torch.from_numpy(self.lengths) if lengths is None else lengths
         slots.longest = int(self.lengths.max())
         needed = slots.longest + num_queries
         slots.end = -(-needed // slots.grain) * slots.grain
@@ -182,15 +185,19 @@ class PrefixCache(Cache):
                 assert isinstance(layer, _PrefixLayer)
                 layer.grown()
         differ = bool((self.lengths != slots.longest).any())
-        following = torch.arange(num_queries, device=self.there.device)
-        slots.index = self.there[:, None] + following if slots.grain > 1 or differ else None
-        slots.row = self.memory.numbers(batch, self.there.device)
+        slots.index = self._places(num_queries) if slots.grain > 1 or differ else None
+        slots.row = self.memory.numbers(batch, self.there.device)[:, None]
         # Only a run of clean tokens that starts in its own place can extend the prefix.
-        clean = (queries.block == CLEAN) & (queries.document != PADDING)
-        place = self.lengths[:, None] + torch.arange(num_queries)
-        self.keepable = (clean & (queries.position == place)).long().cumprod(dim=1).sum(dim=1)
+        fit = position == self.lengths[:, None] + np.arange(num_queries)
+        fit &= (queries.block.numpy() == CLEAN) & (queries.document.numpy() != PADDING)
+        self.keepable = fit.cumprod(axis=1).sum(axis=1)
 
-    def keep(self, counts: Int[Tensor, " batch"]) -> None:
+    def _places(self, num_queries: int) -> Int[Tensor, "batch length"]:
+        """Slots that the next forward's query tokens are written to; on the device."""
+        following = self.memory.numbers(num_queries, self.there.device)
+        return self.there[:, None] + following
+
+    def keep(self, counts: Int[ndarray, " batch"]) -> None:
         """Make the first counts[b] query tokens of the last forward part of row b's prefix.
 
         Asserts that they were clean and continued the prefix; once per forward.
@@ -203,23 +210,43 @@ class PrefixCache(Cache):
         self.lengths = self.lengths + counts
         self.keepable = None
 
-    def forget(self, counts: Int[Tensor, " batch"]) -> None:
+    def forget(self, counts: Int[ndarray, " batch"]) -> None:
         """Take the last counts[b] tokens of row b's prefix out of it."""
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
 
-    def select(self, rows: Int[Tensor, " rows"]) -> None:
+    def select(self, rows: Int[ndarray, " rows"]) -> None:
         """Keep only these rows, in this order, each once, at the front of the memory.
 
         Copies those that move.
         """
         self.lengths = self.lengths[rows]
         self.keepable = None if self.keepable is None else self.keepable[rows]
-        moved = (rows != torch.arange(len(rows))).nonzero()[:, 0]
+        [moved] = (rows != np.arange(len(rows))).nonzero()
         places, sources = to_device(self.there.device, moved, rows[moved])
         for layer in self.layers:
             assert isinstance(layer, _PrefixLayer)
             layer.select(places, sources, len(rows))
+
+    def visible(self, queries: Layout, window: int | None) -> Bool[Tensor, "batch 1 length cache"]:
+        """What masks.visible says of these queries and of `keys_layout`, without its work.
+
+        A prefix is clean and in order: all that a query can see of it ends in one place. Padding
+        sees padding among the queries alone, itself at least.
+        queries: on the device.
+        """
+        there = self.there[:, None]
+        slot = self.memory.numbers(self.slots.end, there.device)
+        end = torch.minimum(queries.horizon, there)
+        end = torch.where(queries.document == 0, end, 0)  # the text that a prefix is of
+        seen = slot < end[:, None, :, None]
+        if window is not None:
+            seen &= slot > (queries.position - window)[:, None, :, None]
+        if queries.position.shape[1] == 1:  # sees itself
+            return seen | (slot == there)[:, None, None]
+        own = visible(queries, queries, window)
+        place = self._places(own.shape[3])[:, None, None]
+        return seen.scatter_(3, place.expand_as(own), own)
 
     def keys_layout(self, queries: Layout) -> Layout:
         """Places of all slots that a forward looks at: prefix, then queries, then padding.
@@ -227,7 +254,7 @@ class PrefixCache(Cache):
         queries: on the device.
         """
         num_queries = queries.position.shape[1]
-        slot = torch.arange(self.slots.end, device=self.there.device)
+        slot = self.memory.numbers(self.slots.end, self.there.device)
         query = slot - self.there[:, None]
         prefix, padding = query < 0, query >= num_queries
         at = queries.map(lambda tensor: tensor.gather(1, query.clamp(0, num_queries - 1)))

@@ -1,7 +1,8 @@
 """Set block decoding and next-token decoding on one code path.
 
 `Rows` holds what every way of decoding keeps of a batch, each row at its own length. It lies on the
-host: the device has the network, the cache and logits, and a step waits for it to choose tokens.
+host, in arrays: the device has the network, the cache and logits, and a step waits for it to choose
+tokens.
 `DecodeState` adds stages: `step()` runs one forward for all rows. A row's text is final before
 `start`; in mode "sbd" a block of `block_size` slots stands behind it, in mode "ntp" nothing. A
 forward takes the final tokens that are not in the cache yet (the prompt, the block just finished,
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
 from torch import Tensor
 
 from setblock.masks import Layout, decoding_layout
@@ -160,7 +163,7 @@ class Rows:
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
 
-    # Tensors with a line for each row.
+    # Arrays with a line for each row.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
         *("rows", "nfe", "revealed_at", "entropy"),
@@ -180,18 +183,17 @@ class Rows:
         # A forward may look at a whole block or draft from any position on.
         block = min(max(settings.block_size, settings.lookup + 1), settings.max_new_tokens)
         capacity = max(lengths) + settings.num_slots + block
-        self.tokens = torch.full((len(prompts), capacity), model.mask_token_id)
+        self.tokens = np.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
-            self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
-        self.start = torch.tensor(lengths)
-        self.prompt_end = self.start.clone()
+            self.tokens[slot, : len(prompt)] = prompt
+        self.start = np.array(lengths)
+        self.prompt_end = self.start.copy()
         self.limit = self.start + settings.max_new_tokens
-        self.rows = torch.tensor(list(rows))
-        self.nfe = torch.zeros_like(self.start)
-        self.revealed_at = torch.zeros_like(self.tokens)
-        self.entropy = torch.zeros(self.tokens.shape)
+        self.rows = np.array(rows)
+        self.nfe = np.zeros_like(self.start)
+        self.revealed_at = np.zeros_like(self.tokens)
+        self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
-        self.eos = torch.tensor(self.ends, dtype=torch.long)
         self.cache = model.new_cache(len(prompts), capacity + scratch)
         self.prefill_forwards = 1
 
@@ -202,23 +204,23 @@ class Rows:
         """
         while True:
             cached = self.cache.lengths
-            count = (self.prompt_end - cached - CHUNK).clamp(0, CHUNK)
+            count = (self.prompt_end - cached - CHUNK).clip(0, CHUNK)
             width = int(count.max())
             if width == 0:
                 return
-            position = cached[:, None] + torch.arange(width)
-            queries = self.tokens.gather(1, position)
+            position = cached[:, None] + np.arange(width)
+            queries = torch.from_numpy(self._tokens_at(position))
             layout = decoding_layout(position, cached + count, cached + count)
             none = torch.empty(0, dtype=torch.long)
             self.model.forward(queries, layout, self.cache, logits_at=none)
             self.cache.keep(count)
             self.prefill_forwards += 1
 
-    def step(self) -> Bool[Tensor, "batch length"]:
+    def step(self) -> Bool[ndarray, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
 
         A row that has ended must be dropped by `select` first: nothing here stops it at its limit.
-        Effects: tokens, counts and cache change in place.
+        Effects: tokens, counts and cache change.
         """
         raise NotImplementedError
 
@@ -237,17 +239,17 @@ class Rows:
 
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""
-        index = torch.tensor(slots)
+        index = np.array(slots)
         for name in self.PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.cache.select(index)
 
     def _forward(
         self,
-        queries: Int[Tensor, "batch length"],
+        queries: Int[ndarray, "batch length"],
         layout: Layout,
-        wanted: Int[Tensor, "batch wanted"],
-        others: Int[Tensor, " others"] | None = None,
+        wanted: Int[ndarray, "batch wanted"],
+        others: Int[ndarray, " others"] | None = None,
     ) -> tuple[
         Float[Tensor, "batch wanted vocab"],
         Float[Tensor, "batch others vocab"],
@@ -256,34 +258,47 @@ class Rows:
         """Logits of each row's wanted query tokens, and of some that all rows want; of these also
         what a chain's scores depend on. All on the device.
         """
-        needed = wanted[0] if len(wanted) == 1 else torch.unique(wanted)
-        columns = needed if others is None else torch.cat([needed, others])
+        needed = wanted[0] if len(wanted) == 1 else np.unique(wanted)
+        columns = needed if others is None else np.concatenate([needed, others])
+        given = torch.from_numpy(queries), layout, self.cache, torch.from_numpy(columns)
         if self.model.chain is None:
-            logits = self.model.forward(queries, layout, self.cache, columns)
+            logits = self.model.forward(*given)
             context = logits[..., :0]
         else:
-            logits, context = self.model.forward_to_draft(queries, layout, self.cache, columns)
+            logits, context = self.model.forward_to_draft(*given)
         own, first = logits[:, : len(needed)], len(needed)
         if len(wanted) > 1:
-            [index] = to_device(logits.device, torch.searchsorted(needed, wanted))
+            [index] = to_device(logits.device, np.searchsorted(needed, wanted))
             own = own.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
         return own, logits[:, first:], context[:, first:]
 
     def _reveal(
         self,
-        where: Bool[Tensor, "batch slots"],
-        slots: Int[Tensor, "batch slots"],
-        chosen: Int[Tensor, "batch slots"],
-        nats: Float[Tensor, "batch slots"],
-    ) -> Bool[Tensor, "batch length"]:
+        where: Bool[ndarray, "batch slots"],
+        slots: Int[ndarray, "batch slots"],
+        chosen: Int[ndarray, "batch slots"],
+        nats: Float[ndarray, "batch slots"],
+    ) -> Bool[ndarray, "batch length"]:
         """Write the chosen tokens and their entropies at these positions; True there."""
-        inside = slots.clamp(max=self.tokens.shape[1] - 1)
-        values = (chosen, self.nfe[:, None].expand_as(slots), nats)
-        for target, value in zip(
-            (self.tokens, self.revealed_at, self.entropy), values, strict=True
-        ):
-            target.scatter_(1, inside, torch.where(where, value, target.gather(1, inside)))
-        return torch.zeros_like(self.tokens, dtype=torch.bool).scatter_(1, inside, where)
+        row, column = where.nonzero()
+        place = row, slots[row, column]
+        self.tokens[place] = chosen[row, column]
+        self.revealed_at[place] = self.nfe[row]
+        self.entropy[place] = nats[row, column]
+        revealed = np.zeros(self.tokens.shape, dtype=bool)
+        revealed[place] = True
+        return revealed
+
+    def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
+        """Each row's tokens at these positions; any token behind the last."""
+        return taken(self.tokens, np.minimum(position, self.tokens.shape[1] - 1))
+
+    def _is_end(self, tokens: Int[ndarray, "batch some"]) -> Bool[ndarray, "batch some"]:
+        """Which of the tokens end a row."""
+        ending = np.zeros(tokens.shape, dtype=bool)
+        for token in self.ends:
+            ending |= tokens == token
+        return ending
 
 
 class DecodeState(Rows):
@@ -306,35 +321,35 @@ class DecodeState(Rows):
         # The last forward of a row starts k tokens before the end and may hold 2k, to go with
         # another row's.
         super().__init__(model, prompts, rows, settings, scratch=self.block_size)
-        self.by_token_until = torch.zeros_like(self.start) if self.block_size else self.limit + 1
+        self.by_token_until = np.zeros_like(self.start) if self.block_size else self.limit + 1
 
-    def step(self) -> Bool[Tensor, "batch length"]:
+    def step(self) -> Bool[ndarray, "batch length"]:
         cached = self.cache.lengths
         prefill = (self.nfe == 0) & (cached < self.prompt_end)
         by_token = self.start < self.by_token_until
-        end = torch.where(prefill | by_token, self.start, self.start + self.block_size)
+        end = np.where(prefill | by_token, self.start, self.start + self.block_size)
         num_queries = int((end - cached).max())
-        position = cached[:, None] + torch.arange(num_queries)
+        position = cached[:, None] + np.arange(num_queries)
         layout = decoding_layout(position, self.start, end)
-        queries = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
-        width = max(self.block_size, 1)
-        slots = self.start[:, None] + torch.arange(width)
+        queries = self._tokens_at(position)
+        slots = self.start[:, None] + np.arange(max(self.block_size, 1))
         # A masked slot predicts itself, no shift; the last final token predicts the next one.
         exact = (by_token | self.settings.next_token_seed) & (cached < self.start)
-        predicting = slots.clone()
-        predicting[:, 0] -= exact.long()
-        wanted = (torch.minimum(predicting, (end - 1)[:, None]) - cached[:, None]).clamp(min=0)
+        predicting = slots.copy()
+        predicting[:, 0] -= exact
+        wanted = np.maximum(np.minimum(predicting, (end - 1)[:, None]) - cached[:, None], 0)
         logits, _, _ = self._forward(queries, layout, wanted)
         self.cache.keep(self.start - cached)
 
-        first = torch.zeros_like(slots, dtype=torch.bool)
+        first = np.zeros(slots.shape, dtype=bool)
         first[:, 0] = exact  # slots whose next-token distribution is known
         blocks = ~(prefill | by_token)
         yields = blocks | exact
-        self.nfe = self.nfe + yields.long()
+        self.nfe = self.nfe + yields
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
-        chosen, nats = self.settings.sampler.pick(logits, self.rows, slots), entropy(logits)
+        places = torch.from_numpy(self.rows), torch.from_numpy(slots)
+        chosen, nats = self.settings.sampler.pick(logits, *places), entropy(logits)
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:
@@ -351,37 +366,41 @@ class DecodeState(Rows):
 
     def _fall_back(
         self,
-        nats: Float[Tensor, "batch slots"],
-        open_slots: Bool[Tensor, "batch slots"],
+        nats: Float[ndarray, "batch slots"],
+        open_slots: Bool[ndarray, "batch slots"],
         bound: float,
-    ) -> Bool[Tensor, "batch slots"]:
+    ) -> Bool[ndarray, "batch slots"]:
         """The slots that the solver may still choose from; a collapsed block has none."""
-        sure = (open_slots & (nats <= bound)).any(dim=1)
-        collapsed = open_slots.any(dim=1) & ~sure
+        sure = open_slots & (nats <= bound)
+        collapsed = np.any(open_slots, axis=1) & ~np.any(sure, axis=1)
         until = self.start + self.block_size
-        self.by_token_until = torch.where(collapsed, until, self.by_token_until)
+        self.by_token_until = np.where(collapsed, until, self.by_token_until)
         return open_slots & ~collapsed[:, None]
 
-    def _move_on(self, slots: Int[Tensor, "batch slots"], yields: Bool[Tensor, " batch"]) -> None:
+    def _move_on(self, slots: Int[ndarray, "batch slots"], yields: Bool[ndarray, " batch"]) -> None:
         """Move `start` behind a finished block, and token by token behind each final token."""
         if not self.block_size:  # every row has its next one
-            self.start = self.start + yields.long()
+            self.start = self.start + yields
             return
-        finished = yields & ~self._eligible(slots).any(dim=1)
+        finished = yields & ~self._eligible(slots).any(axis=1)
         by_token = self.start < self.by_token_until
-        inside = slots.clamp(max=self.tokens.shape[1] - 1)
-        known = self.tokens.gather(1, inside) != self.model.mask_token_id
-        known &= slots < torch.maximum(self.by_token_until, self.start + 1)[:, None]
-        run = known.long().cumprod(dim=1).sum(dim=1)
-        step = torch.where(by_token, run, torch.where(finished, slots.shape[1], 0))
+        known = self._tokens_at(slots) != self.model.mask_token_id
+        known &= slots < np.maximum(self.by_token_until, self.start + 1)[:, None]
+        run = known.cumprod(axis=1).sum(axis=1)
+        step = np.where(by_token, run, np.where(finished, slots.shape[1], 0))
         self.start = self.start + step
         # The next token's distribution comes from the last final one, which must be a query.
         behind = (self.start < self.by_token_until) & (self.cache.lengths == self.start)
         if behind.any():
-            self.cache.forget(behind.long())
+            self.cache.forget(behind.astype(np.int64))
 
-    def _eligible(self, slots: Int[Tensor, "batch slots"]) -> Bool[Tensor, "batch slots"]:
+    def _eligible(self, slots: Int[ndarray, "batch slots"]) -> Bool[ndarray, "batch slots"]:
         """Masked slots worth a forward: before the limit and before any EOS of the block."""
-        tokens = self.tokens.gather(1, slots.clamp(max=self.tokens.shape[1] - 1))
-        past_eos = torch.isin(tokens, self.eos).cumsum(dim=1) > 0
+        tokens = self._tokens_at(slots)
+        past_eos = np.logical_or.accumulate(self._is_end(tokens), axis=1)
         return (tokens == self.model.mask_token_id) & (slots < self.limit[:, None]) & ~past_eos
+
+
+def taken(values: ndarray, columns: Int[ndarray, "batch some"]) -> ndarray:
+    """values[row, columns[row]] of each row."""
+    return values[np.arange(len(values))[:, None], columns]

@@ -182,7 +182,7 @@ def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, An
     if gate is None:
         yield peft_offsets(network, layout)
         return
-    noisy, first = layout.block != CLEAN, 0
+    noisy, first = layout.block.numpy() != CLEAN, 0
     if len(noisy) > 1:
         some = bool(noisy.any())
     else:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
+
 from setblock.decode import DecodeState, Rows, Settings
 from setblock.model import Conversation, Model, ModelError
 from setblock.sampling import Sampler
@@ -350,7 +352,7 @@ def _stream_batch(
             if generation is None and not in_pieces:
                 continue
             first = int(state.prompt_end[slot])
-            places = revealed[slot].nonzero()[:, 0]
+            [places] = revealed[slot].nonzero()
             drafts = tuple(
                 zip((places - first).tolist(), state.tokens[slot, places].tolist(), strict=True)
             )
@@ -389,7 +391,7 @@ def _finish(
 ) -> Generation:
     first = int(state.prompt_end[slot])
     places = slice(first, first + len(ids))
-    if state.entropy[slot, places].isnan().any():
+    if np.isnan(state.entropy[slot, places]).any():
         raise ValueError(f"the logits of {state.model.name} are not numbers: look at its weights")
     at_eos = not state.settings.ignore_eos and ids[-1] in state.model.eos_token_ids
     return Generation(

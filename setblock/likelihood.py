@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -53,7 +54,7 @@ def next_tokens(model: Model, ids: Sequence[int], first: int) -> NextTokens:
         )
     tokens = torch.tensor([list(ids)])
     cache = model.new_cache(1, len(ids))
-    logprobs, likeliest = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+    logprobs, likeliest = [np.zeros(0, np.float32)], [np.zeros(0, bool)]
     for begin in range(0, len(ids) - 1, QUERIES):
         end = min(begin + QUERIES, len(ids) - 1)
         position = torch.arange(begin, end)
@@ -63,14 +64,14 @@ def next_tokens(model: Model, ids: Sequence[int], first: int) -> NextTokens:
         logits = model.forward(
             tokens[:, begin:end], causal_layout(position[None]), cache, logits_at=wanted
         )
-        cache.keep(torch.tensor([end - begin]))
+        cache.keep(np.array([end - begin]))
         if len(judged):
             [target] = to_device(logits.device, tokens[0, position[judged] + 1])
             found = logits[0].log_softmax(dim=-1).gather(1, target[:, None])[:, 0]
             found, right = to_host(found, logits[0].argmax(dim=-1) == target)
             logprobs.append(found)
             likeliest.append(right)
-    return NextTokens(torch.cat(logprobs), torch.cat(likeliest))
+    return NextTokens(*(torch.from_numpy(np.concatenate(one)) for one in (logprobs, likeliest)))
 
 
 def perplexity(model: Model, ids: Sequence[int], window: int | None = None) -> Perplexity:

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, no_type_check
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
+from numpy import ndarray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -83,9 +85,13 @@ def causal_layout(
 
 
 def decoding_layout(
-    position: Int[Tensor, "batch length"], start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]
+    position: Int[ndarray, "batch length"],
+    start: Int[ndarray, " batch"],
+    end: Int[ndarray, " batch"],
 ) -> Layout:
     """Places while decoding: clean before `start`, a noisy block in [start, end), then padding.
+
+    On the host, as its arguments are.
 
     Covers prefill (start = end = prompt length), the first forward of a block (the previous block,
     clean, then the new one), later forwards, next-token decoding (start = end), and any mix of
@@ -93,34 +99,39 @@ def decoding_layout(
     Source: arXiv:2509.04185 algorithms 2 and 3, figure 10.
     """
     start, end = start[:, None], end[:, None]
-    noisy = (position >= start) & (position < end)
     padding = position >= end
-    return Layout(
-        position=torch.where(padding, 0, position),
-        horizon=torch.where(padding, 1, torch.where(noisy, start, position + 1)),
-        block=torch.where(noisy, start, CLEAN),
-        document=torch.where(padding, PADDING, 0),
+    noisy = (position >= start) & ~padding
+    return _of_arrays(
+        position=np.where(padding, 0, position),
+        horizon=np.where(padding, 1, np.where(noisy, start, position + 1)),
+        block=np.where(noisy, start, CLEAN),
+        document=np.where(padding, PADDING, 0),
     )
 
 
 def branches_layout(
-    first: Int[Tensor, "batch branches"], last: Int[Tensor, "batch branches"], size: int
+    first: Int[ndarray, "batch branches"], last: Int[ndarray, "batch branches"], size: int
 ) -> Layout:
-    """Places of noisy blocks of `size` tokens side by side, [batch, branches * size].
+    """Places of noisy blocks of `size` tokens side by side, [batch, branches * size]; on the host.
 
     A branch stands at [first, last), at most `size` positions, sees the clean tokens before `first`
     and itself alone; its tokens from `last` on are padding.
     """
-    position = first[..., None] + torch.arange(size, device=first.device)
-    block = torch.arange(first.shape[1], device=first.device)[:, None].expand_as(position)
+    first = first[..., None]
+    position = first + np.arange(size)
     padding = position >= last[..., None]
-    tensors = (
-        torch.where(padding, 0, position),
-        torch.where(padding, 1, first[..., None]),
-        torch.where(padding, CLEAN, block),
-        torch.where(padding, PADDING, 0),
+    flat = len(first), position.shape[1] * size
+    return _of_arrays(
+        position=np.where(padding, 0, position).reshape(flat),
+        horizon=np.where(padding, 1, first).reshape(flat),
+        block=np.where(padding, CLEAN, np.arange(first.shape[1])[:, None]).reshape(flat),
+        document=np.where(padding, PADDING, 0).reshape(flat),
     )
-    return Layout(*(tensor.flatten(1) for tensor in tensors))
+
+
+def _of_arrays(**arrays: Int[ndarray, "batch length"]) -> Layout:
+    """A layout on the host that shares these arrays' memory."""
+    return Layout(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def training_layout(

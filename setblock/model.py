@@ -24,7 +24,7 @@ from setblock import (
     packed,
     roofline,
 )
-from setblock.architectures import attention_mask, check_architecture, takes_one_mask, windows_of
+from setblock.architectures import attention_mask, check_architecture, decoding_mask, windows_of
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
 from setblock.graphs import Graphs
@@ -87,6 +87,7 @@ class Model:
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
         self._windows = windows_of(network.config)
+        self._weight = next(network.parameters())  # to look for it anew takes a while
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         self.num_parameters = sum(weight.numel() for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
@@ -121,7 +122,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self.network.device
+        return self._weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,8 +184,10 @@ class Model:
         )
         logits_at = None if logits_at is None else picked
         queries = Layout(*places)
-        position, keys, mask, run = queries.position, queries, None, self._run
-        if cache is not None:
+        position, run = queries.position, self._run
+        if cache is None:
+            mask = attention_mask(self.network, queries, queries, self._windows)
+        else:
             wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
                 self.watch(cache.lengths.tolist(), layout, wanted)
@@ -194,14 +197,7 @@ class Model:
                 # Tensors of their own: kernels are made for each place that a view begins at.
                 tokens, position, logits_at = tokens.clone(), position.clone(), picked.clone()
             cache.stage(layout, lengths)
-            # A row's one token sees whatever stands before it.
-            if tokens.shape[1] == 1 and takes_one_mask(self.network, self._windows):
-                slots = torch.arange(cache.slots.end, device=tokens.device)
-                mask = (slots <= lengths[:, None])[:, None, None]
-            else:
-                keys = cache.keys_layout(queries)
-        if mask is None:
-            mask = attention_mask(self.network, queries, keys, self._windows)
+            mask = decoding_mask(self.network, queries, cache, self._windows)
         with gated.opened(self.network, layout, queries) as told:
             output = run(tokens, position, mask, cache, logits_at, told)
         width = 0 if self.chain is None else self.chain.width

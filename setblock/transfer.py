@@ -1,38 +1,49 @@
-"""Between host and device, several tensors a copy.
+"""Between host and device, several arrays a copy.
 
-What decoding keeps of its rows lies on the host; the device has the network, the cache and logits.
+What decoding keeps of its rows lies on the host, in numpy's arrays, whose operations on a few
+numbers take a third of the time of torch's; the device has the network, the cache and logits.
 A copy to the device waits for nothing. One to the host waits until the device has come that far,
 and is the only thing in a step that does.
 """
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 
-def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """These tensors of whole numbers or truth values on the device; those that are there stay."""
-    if all(tensor.device == device for tensor in tensors):
-        return tensors
-    flat = torch.cat([tensor.flatten().long() for tensor in tensors])
+def to_device(device: torch.device, *given: ndarray | Tensor) -> tuple[Tensor, ...]:
+    """These whole numbers or truth values as tensors on the device; tensors there stay.
+
+    On a CPU they share an array's memory.
+    """
+    if all(isinstance(one, Tensor) and one.device == device for one in given):
+        return given  # type: ignore[return-value]
+    if device.type == "cpu":
+        return tuple(one if isinstance(one, Tensor) else torch.from_numpy(one) for one in given)
+    arrays = [np.asarray(one) for one in given]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
     if device.type == "cuda":  # else the copy would wait for what the device does
         flat = flat.pin_memory()
-    return _parted(flat.to(device, non_blocking=True), tensors)
-
-
-def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """These tensors of up to 32 bits, or of whole numbers below 2^53, on the host."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return tensors
-    if tensors[0].device.type == "mps":  # which has no doubles
-        return tuple(tensor.cpu() for tensor in tensors)
-    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
-    return _parted(flat.cpu(), tensors)
-
-
-def _parted(flat: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The parts of a line of numbers, in the shapes and types of these tensors."""
-    parts = flat.split([tensor.numel() for tensor in like])
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
     return tuple(
-        part.reshape(tensor.shape).to(tensor.dtype)
-        for part, tensor in zip(parts, like, strict=True)
+        part.view(array.shape).bool() if array.dtype == bool else part.view(array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    )
+
+
+def to_host(*tensors: Tensor) -> tuple[ndarray, ...]:
+    """These tensors of up to 32 bits, or of whole numbers below 2^53, as arrays.
+
+    Those of the CPU share their memory.
+    """
+    if tensors[0].device.type == "mps":  # which has no doubles
+        tensors = tuple(tensor.cpu() for tensor in tensors)
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return tuple(tensor.numpy() for tensor in tensors)
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return tuple(
+        part.reshape(tensor.shape).astype(torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+        for part, tensor in zip(np.split(flat, ends[:-1]), tensors, strict=True)
     )

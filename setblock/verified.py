@@ -19,12 +19,14 @@ Sampling noise belongs to (seed, row, position), so that a draft can guess sampl
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
 from torch import Tensor
 
 from setblock.chain import joined
-from setblock.decode import Rows, Settings
+from setblock.decode import Rows, Settings, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.solvers import entropy
@@ -58,30 +60,29 @@ class VerifiedRows(Rows):
         """width: tokens of a draft at most."""
         super().__init__(model, prompts, rows, settings, scratch)
         self.block_size = min(settings.block_size, settings.max_new_tokens)
-        shape = len(prompts), width
-        self.draft = torch.full(shape, model.mask_token_id)
-        self.length = torch.zeros_like(self.start)
-        self.copied = torch.zeros_like(self.start, dtype=torch.bool)
+        self.draft = np.full((len(prompts), width), model.mask_token_id)
+        self.length = np.zeros_like(self.start)
+        self.copied = np.zeros(self.start.shape, dtype=bool)
 
-    def _texts(self, end: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
+    def _texts(self, end: Int[ndarray, " batch"]) -> tuple[ndarray, ndarray]:
         """(tokens, positions) of each row's text without keys, its draft included, up to `end`."""
         cached = self.cache.lengths
         width = int((end - cached).max())
-        position = cached[:, None] + torch.arange(width)
-        tokens = self.tokens.gather(1, position.clamp(max=self.tokens.shape[1] - 1))
+        position = cached[:, None] + np.arange(width)
+        tokens = self._tokens_at(position)
         if self.draft.shape[1]:
             offset = position - self.start[:, None]
-            drafted = self.draft.gather(1, offset.clamp(0, self.draft.shape[1] - 1))
-            tokens = torch.where(offset >= 0, drafted, tokens)
+            drafted = taken(self.draft, np.minimum(np.maximum(offset, 0), self.draft.shape[1] - 1))
+            tokens = np.where(offset >= 0, drafted, tokens)
         return tokens, position
 
-    def _places(self, count: int) -> Int[Tensor, "batch count"]:
+    def _places(self, count: int) -> Int[ndarray, "batch count"]:
         """The positions start, start + 1, ..."""
-        return self.start[:, None] + torch.arange(count)
+        return self.start[:, None] + np.arange(count)
 
     def _verify(
-        self, logits: Float[Tensor, "batch verified vocab"], verifying: Bool[Tensor, " batch"]
-    ) -> tuple[Int[Tensor, " batch"], Bool[Tensor, "batch length"]]:
+        self, logits: Float[Tensor, "batch verified vocab"], verifying: Bool[ndarray, " batch"]
+    ) -> tuple[Int[ndarray, " batch"], Bool[ndarray, "batch length"]]:
         """(accepted tokens of each row's draft, positions that are final now).
 
         logits: next-token ones for the positions start, start + 1, ..., one more than the longest
@@ -91,19 +92,19 @@ class VerifiedRows(Rows):
         longest = logits.shape[1] - 1
         places = self._places(longest + 1)
         said, nats = self._said(logits, places)
-        offset = torch.arange(longest + 1)
+        offset = np.arange(longest + 1)
         same = (said[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
-        accepted = same.long().cumprod(dim=1).sum(dim=1)
+        accepted = same.cumprod(axis=1).sum(axis=1)
         final = (offset <= accepted[:, None]) & verifying[:, None]
         revealed = self._reveal(final, places, said, nats)
-        kept = torch.where(verifying, self.start - self.cache.lengths + accepted, 0)
+        kept = np.where(verifying, self.start - self.cache.lengths + accepted, 0)
         self.cache.keep(kept)
-        self.start = torch.where(verifying, self.start + accepted + 1, self.start)
+        self.start = np.where(verifying, self.start + accepted + 1, self.start)
         return accepted, revealed
 
     def _said(
-        self, logits: Float[Tensor, "batch verified vocab"], places: Int[Tensor, "batch verified"]
-    ) -> tuple[Int[Tensor, "batch verified"], Float[Tensor, "batch verified"]]:
+        self, logits: Float[Tensor, "batch verified vocab"], places: Int[ndarray, "batch verified"]
+    ) -> tuple[Int[ndarray, "batch verified"], Float[ndarray, "batch verified"]]:
         """(the tokens of next-token decoding, or with lenience drafted ones that are nearly as
         likely; the entropies of their distributions), on the host.
 
@@ -114,31 +115,32 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
-        exact, nats = sampler.pick(logits, self.rows, places), entropy(logits)
+        rows, there = torch.from_numpy(self.rows), torch.from_numpy(places)
+        exact, nats = sampler.pick(logits, rows, there), entropy(logits)
         if self.settings.lenience == 1 or not longest:
             exact, nats = to_host(exact, nats)
             return exact, nats
-        scores = sampler.perturbed(logits[:, :-1], self.rows, places[:, :-1]).float()
+        scores = sampler.perturbed(logits[:, :-1], rows, there[:, :-1]).float()
         draft = self.draft[:, :longest]
         [drafted] = to_device(scores.device, draft)
         least = scores.amax(dim=-1) + math.log(self.settings.lenience)
         near = scores.gather(-1, drafted[..., None])[..., 0] >= least
         exact, nats, near = to_host(exact, nats, near)
         own = exact[:, :-1]
-        near &= torch.arange(longest) < self.length[:, None]
+        near = near & (np.arange(longest) < self.length[:, None])
         near &= ~self.copied[:, None]
-        near &= ~torch.isin(draft, self.eos) & ~torch.isin(own, self.eos)
-        return torch.cat([torch.where(near, draft, own), exact[:, -1:]], dim=1), nats
+        near &= ~self._is_end(draft) & ~self._is_end(own)
+        return np.concatenate([np.where(near, draft, own), exact[:, -1:]], axis=1), nats
 
-    def _useful(self, draft: Int[Tensor, "batch draft"]) -> Int[Tensor, " batch"]:
+    def _useful(self, draft: Int[ndarray, "batch draft"]) -> Int[ndarray, " batch"]:
         """How many tokens of a draft behind `start` are worth a query.
 
         The token after the last accepted one is free, and nothing comes behind an EOS.
         """
-        room = (self.limit - self.start - 1).clamp(0, draft.shape[1])
-        ends = torch.isin(draft, self.eos)
-        before_end = (ends.cumsum(dim=1) - ends.long() == 0).sum(dim=1)  # that EOS included
-        return torch.minimum(room, before_end)
+        room = np.maximum(self.limit - self.start - 1, 0)
+        ends = self._is_end(draft)
+        before_end = (ends.cumsum(axis=1) - ends == 0).sum(axis=1)  # that EOS included
+        return np.minimum(room, before_end)
 
 
 class SolverDrafts(VerifiedRows):
@@ -159,37 +161,35 @@ class SolverDrafts(VerifiedRows):
     ) -> None:
         size = min(settings.block_size, settings.max_new_tokens)
         super().__init__(model, prompts, rows, settings, scratch=size, width=size - 1)
-        self.drafting = torch.zeros_like(self.start, dtype=torch.bool)
+        self.drafting = np.zeros(self.start.shape, dtype=bool)
 
-    def step(self) -> Bool[Tensor, "batch length"]:
+    def step(self) -> Bool[ndarray, "batch length"]:
         cached = self.cache.lengths
         drafting, verifying = self.drafting, ~self.drafting
-        block_end = torch.minimum(self.start + self.block_size - 1, self.limit)
-        end = torch.where(drafting, block_end, self.start + self.length)
+        block_end = np.minimum(self.start + self.block_size - 1, self.limit)
+        end = np.where(drafting, block_end, self.start + self.length)
         queries, position = self._texts(end)
-        layout = decoding_layout(position, torch.where(drafting, cached, end), end)
+        layout = decoding_layout(position, np.where(drafting, cached, end), end)
         # A mask predicts itself, a clean token the next one.
-        count = torch.where(drafting, self.block_size - 1, self.length + 1)
-        offset = torch.arange(int(count.max()))
-        predicting = self.start[:, None] - verifying.long()[:, None] + offset
-        predicting = torch.minimum(predicting, (end - 1)[:, None])
+        count = np.where(drafting, self.block_size - 1, self.length + 1)
+        predicting = (self.start - verifying)[:, None] + np.arange(int(count.max()))
+        predicting = np.minimum(predicting, (end - 1)[:, None])
         logits, _, _ = self._forward(queries, layout, predicting - cached[:, None])
         self.nfe = self.nfe + 1
 
         if drafting.any():
             self._fill(logits[:, : self.block_size - 1])
-        longest = int(torch.where(verifying, self.length, 0).max())
+        longest = int(np.where(verifying, self.length, 0).max())
         _, revealed = self._verify(logits[:, : longest + 1], verifying)
-        fresh = torch.full_like(self.draft, self.model.mask_token_id)
-        self.draft = torch.where(verifying[:, None], fresh, self.draft)
-        self.drafting = self._open().any(dim=1)
+        self.draft = np.where(verifying[:, None], self.model.mask_token_id, self.draft)
+        self.drafting = self._open().any(axis=1)
         done = drafting & ~self.drafting
-        self.length = torch.where(done, self._useful(self.draft), 0)
+        self.length = np.where(done, self._useful(self.draft), 0)
         return revealed
 
-    def _open(self) -> Bool[Tensor, "batch draft"]:
+    def _open(self) -> Bool[ndarray, "batch draft"]:
         """Masked slots of the draft that are worth a forward."""
-        offset = torch.arange(self.draft.shape[1])
+        offset = np.arange(self.draft.shape[1])
         masked = self.draft == self.model.mask_token_id
         return masked & (offset < self._useful(self.draft)[:, None])
 
@@ -197,9 +197,10 @@ class SolverDrafts(VerifiedRows):
         """What the solver reveals in the blocks of rows that draft."""
         open_slots = self._open() & self.drafting[:, None]
         reveal = self.settings.solver.reveal(logits, *to_device(logits.device, open_slots))
-        chosen = self.settings.sampler.pick(logits, self.rows, self._places(self.draft.shape[1]))
+        places = torch.from_numpy(self._places(self.draft.shape[1]))
+        chosen = self.settings.sampler.pick(logits, torch.from_numpy(self.rows), places)
         reveal, chosen = to_host(reveal, chosen)
-        self.draft = torch.where(reveal, chosen, self.draft)
+        self.draft = np.where(reveal, chosen, self.draft)
 
 
 class BranchDrafts(VerifiedRows):
@@ -230,83 +231,84 @@ class BranchDrafts(VerifiedRows):
         self.num_lengths = lengths if size > 1 else 0  # blocks of one token draft nothing
         scratch = width + 1 + size * self.num_lengths * (1 + settings.seeds)
         super().__init__(model, prompts, rows, settings, scratch, width)
-        self.confidence = torch.zeros(self.draft.shape)
-        self.sure = torch.zeros_like(self.start, dtype=torch.bool)
-        self.runners = torch.full((*self.draft.shape, settings.seeds), model.mask_token_id)
+        self.confidence = np.zeros(self.draft.shape, dtype=np.float32)
+        self.sure = np.zeros(self.start.shape, dtype=bool)
+        self.runners = np.full((*self.draft.shape, settings.seeds), model.mask_token_id)
 
-    def step(self) -> Bool[Tensor, "batch length"]:
+    def step(self) -> Bool[ndarray, "batch length"]:
         cached = self.cache.lengths
         end = self.start + self.length
         texts, position = self._texts(end)
         layout = decoding_layout(position, end, end)
         accepted, seeds, used = self._plan()
         first = self.start[:, None] + accepted
-        last = torch.where(used, torch.minimum(first + self.block_size, self.limit[:, None]), first)
+        last = np.where(used, np.minimum(first + self.block_size, self.limit[:, None]), first)
         size = int((last - first).max()) if used.any() else 0
-        masks = torch.full((*seeds.shape, size), self.model.mask_token_id)
-        masks[:, :, :1] = seeds[..., None]
-        queries = torch.cat([texts, masks.flatten(1)], dim=1)
-        layout = layout.cat(branches_layout(first, last, size))
-        offset = torch.arange(int(self.length.max()) + 1)
-        predicting = self.start[:, None] - 1 + torch.minimum(offset, self.length[:, None])
+        queries = texts
+        if size:
+            masks = np.full((*seeds.shape, size), self.model.mask_token_id)
+            masks[:, :, 0] = seeds
+            queries = np.concatenate([texts, masks.reshape(len(masks), -1)], axis=1)
+            layout = layout.cat(branches_layout(first, last, size))
+        offset = np.arange(int(self.length.max()) + 1)
+        predicting = self.start[:, None] - 1 + np.minimum(offset, self.length[:, None])
         # Of a branch all slots but the first, where verification itself puts a token.
-        drafting = torch.arange(texts.shape[1], queries.shape[1])
-        drafting = drafting.reshape(-1, max(size, 1))[:, 1:].flatten()
+        drafting = np.arange(texts.shape[1], queries.shape[1])
+        drafting = drafting.reshape(-1, max(size, 1))[:, 1:].ravel()
         at = predicting - cached[:, None]
         exact, drafts, context = self._forward(queries, layout, at, drafting)
         self.nfe = self.nfe + 1
 
-        counts, revealed = self._verify(exact, torch.ones_like(self.start, dtype=torch.bool))
-        new = self.tokens.gather(1, (self.start - 1)[:, None])
+        counts, revealed = self._verify(exact, np.ones(len(self.start), dtype=bool))
+        new = self._tokens_at((self.start - 1)[:, None])
         before = counts[:, None] - accepted
         blind = (seeds == self.model.mask_token_id) & (before >= 0)
         # How many of a branch's predictions are of use, and one more if it saw the new token. A
         # branch that ends before other accepted tokens has predicted them too.
-        worth = torch.where(used & blind, size - 1 - before, 0).clamp(min=0)
-        worth = torch.where(used & (before == 0) & (seeds == new), size, worth)
+        worth = np.where(used & blind, np.maximum(size - 1 - before, 0), 0)
+        worth = np.where(used & (before == 0) & (seeds == new), size, worth)
         self._redraft(drafts, context, worth, before)
         if self.lookup:
             self._look_up()
         return revealed
 
-    def _plan(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _plan(self) -> tuple[ndarray, ndarray, ndarray]:
         """(accepted length, token in the first slot, whether in use) of branches [batch, count].
 
         The likeliest lengths, as if each drafted token were accepted with the probability that
         drafting gave it, independently of the others; none that would end the row, and none for a
         row with a sure copy.
         """
-        offset = torch.arange(self.draft.shape[1] + 1)
-        right = torch.where(offset[:-1] < self.length[:, None], self.confidence, 0)
-        one = right.new_ones(len(right), 1)
-        reached = torch.cat([one, right.cumprod(dim=1)], dim=1)
-        chance = reached * (1 - torch.cat([right, torch.zeros_like(one)], dim=1))
-        possible = (offset <= self.length[:, None]) & (
-            self.start[:, None] + offset + 1 < self.limit[:, None]
-        )
+        offset, length = np.arange(self.draft.shape[1] + 1), self.length[:, None]
+        drafted = offset[:-1] < length
+        # The chance that so many are accepted, and no more.
+        chance = np.ones((len(self.start), len(offset)), dtype=np.float32)
+        right = np.where(drafted, self.confidence, 0)
+        chance[:, 1:] = right.cumprod(axis=1)
+        chance[:, :-1] *= 1 - right
+        possible = offset <= np.minimum(length, (self.limit - self.start)[:, None] - 2)
         possible &= ~self.sure[:, None]
-        ends = torch.isin(self.draft, self.eos) & (offset[:-1] < self.length[:, None])
-        possible[:, 1:] &= ~ends
-        chance = torch.where(possible, chance, -1)
-        likeliest, accepted = chance.topk(self.num_lengths, dim=1)
-        used = likeliest >= 0
-        columns = [(accepted, torch.full_like(accepted, self.model.mask_token_id), used)]
+        possible[:, 1:] &= ~(self._is_end(self.draft) & drafted)
+        chance[~possible] = -1
+        accepted = np.argsort(-chance, axis=1, kind="stable")[:, : self.num_lengths]
+        used = taken(possible, accepted)
+        columns = [(accepted, np.full_like(accepted, self.model.mask_token_id), used)]
         if self.settings.seeds and self.num_lengths:
-            at = accepted.clamp(max=self.draft.shape[1] - 1)
-            for runners in self.runners.unbind(dim=2):
-                runner = runners.gather(1, at)
-                drafted = used & (accepted < self.length[:, None])
-                columns.append((accepted, runner, drafted & (runner != self.model.mask_token_id)))
-        accepted, seeds, used = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
-        needed = used.any(dim=0)
+            at = np.minimum(accepted, self.draft.shape[1] - 1)
+            for runner in np.moveaxis(taken(self.runners, at), 2, 0):
+                known = used & (accepted < length) & (runner != self.model.mask_token_id)
+                columns.append((accepted, runner, known))
+        parts = zip(*columns, strict=True)
+        accepted, seeds, used = (np.concatenate(part, axis=1) for part in parts)
+        needed = used.any(axis=0)
         return accepted[:, needed], seeds[:, needed], used[:, needed]
 
     def _redraft(
         self,
         logits: Float[Tensor, "batch slots vocab"],
         context: Float[Tensor, "batch slots width"],
-        worth: Int[Tensor, "batch branches"],
-        before: Int[Tensor, "batch branches"],
+        worth: Int[ndarray, "batch branches"],
+        before: Int[ndarray, "batch branches"],
     ) -> None:
         """Take the next draft from each row's best branch; rows without one have no draft.
 
@@ -314,15 +316,14 @@ class BranchDrafts(VerifiedRows):
         one; it then joins the tokens.
         before: how many accepted tokens stand behind a branch's first position.
         """
-        self.length = torch.zeros_like(self.length)
+        self.length = np.zeros_like(self.length)
         if not logits.shape[1]:
             return
-        best, branch = worth.max(dim=1)
+        branch = worth.argmax(axis=1)[:, None]
         size = logits.shape[1] // worth.shape[1]
-        offset = torch.arange(size)
-        first = before.gather(1, branch[:, None]).clamp(0, size - 1)
-        slots = branch[:, None] * size + (first + offset).clamp(max=size - 1)
-        last = self.tokens.gather(1, (self.start - 1)[:, None])[:, 0]
+        first = np.maximum(taken(before, branch), 0)
+        slots = branch * size + np.minimum(first + np.arange(size), size - 1)
+        last = self._tokens_at((self.start - 1)[:, None])[:, 0]
         slots, last, rows, places = to_device(
             logits.device, slots, last, self.rows, self._places(size)
         )
@@ -346,7 +347,8 @@ class BranchDrafts(VerifiedRows):
         self.draft[:, :size], self.confidence[:, :size] = drafted, confidence
         self.runners[:, :size] = self.model.mask_token_id
         self.runners[:, :size, : runners.shape[-1]] = runners
-        self.length = torch.minimum(self._useful(self.draft), best.clamp(max=size))
+        best = np.minimum(worth.max(axis=1), size)
+        self.length = np.minimum(self._useful(self.draft), best)
 
     def _joined(
         self,
@@ -375,37 +377,32 @@ class BranchDrafts(VerifiedRows):
         taken to be the same with chance n / (n + 2), and so are those behind it, with n growing.
         """
         copied, run = looked_up(self.tokens, self.start, self.lookup)
-        run = run[:, None] + torch.arange(self.lookup)
-        chance = torch.where(run[:, :1] > 0, run / (run + 2), 0)
-        reached = chance.cumprod(dim=1)
-        offset = torch.arange(self.draft.shape[1])
-        own = torch.where(offset < self.length[:, None], self.confidence, 0).cumprod(dim=1)
-        draft, confidence = self.draft.clone(), self.confidence.clone()
-        draft[:, : self.lookup] = copied
-        confidence[:, : self.lookup] = chance
-        worth = (reached >= WORTH).sum(dim=1)
-        length = torch.minimum(self._useful(draft), worth)
-        better = reached.sum(dim=1) > own.sum(dim=1)
-        self.draft = torch.where(better[:, None], draft, self.draft)
-        self.confidence = torch.where(better[:, None], confidence, self.confidence)
-        self.length = torch.where(better, length, self.length)
+        run = run[:, None] + np.arange(self.lookup)
+        chance = np.where(run[:, :1] > 0, run / (run + 2), 0).astype(np.float32)
+        reached = chance.cumprod(axis=1)
+        offset = np.arange(self.draft.shape[1])
+        own = np.where(offset < self.length[:, None], self.confidence, 0).cumprod(axis=1)
+        better = reached.sum(axis=1) > own.sum(axis=1)
         self.copied, self.sure = better, better & (chance[:, 0] >= SURE)
-        unknown = torch.full_like(self.runners, self.model.mask_token_id)
-        self.runners = torch.where(better[:, None, None], unknown, self.runners)
+        self.draft[better, : self.lookup] = copied[better]
+        self.confidence[better, : self.lookup] = chance[better]
+        self.runners[better] = self.model.mask_token_id
+        length = np.minimum(self._useful(self.draft), (reached >= WORTH).sum(axis=1))
+        self.length = np.where(better, length, self.length)
 
 
 def looked_up(
-    tokens: Int[Tensor, "batch length"], end: Int[Tensor, " batch"], count: int
-) -> tuple[Int[Tensor, "batch count"], Int[Tensor, " batch"]]:
+    tokens: Int[ndarray, "batch length"], end: Int[ndarray, " batch"], count: int
+) -> tuple[Int[ndarray, "batch count"], Int[ndarray, " batch"]]:
     """(the tokens behind the best match of each text's end, tokens that match there, 0 for none).
 
     end: where each row's text ends. The best match is the longest, up to MOST_MATCHED tokens, and
     of these the latest. What was copied beyond the text's end is copied on.
     """
-    match, run = torch.zeros_like(end), torch.zeros_like(end)
+    match, run = np.zeros_like(end), np.zeros_like(end)
     for row, (line, last) in enumerate(zip(tokens, end.tolist(), strict=True)):
         # Places behind a match of `matched` tokens, in ascending order.
-        places, matched = torch.arange(1, last), 0
+        places, matched = np.arange(1, last), 0
         while matched < MOST_MATCHED:
             same = line[places - 1 - matched] == line[last - 1 - matched]
             longer = places[same & (places > matched)]
@@ -414,7 +411,5 @@ def looked_up(
             places, matched = longer, matched + 1
         if matched:
             match[row], run[row] = places[-1], matched
-    offset = torch.arange(count)
-    period = (end - match).clamp(min=1)
-    copied = tokens.gather(1, match[:, None] + offset % period[:, None])
-    return copied, run
+    period = np.maximum(end - match, 1)[:, None]
+    return taken(tokens, match[:, None] + np.arange(count) % period), run

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from setblock.checkpoint import ModelError
@@ -26,8 +28,8 @@ class TableCache:
         self.staged: list[list[int]] | None = None
 
     @property
-    def lengths(self) -> Tensor:
-        return torch.tensor([len(row) for row in self.tokens])
+    def lengths(self) -> ndarray:
+        return np.array([len(row) for row in self.tokens])
 
     def stage(self, tokens: Tensor, layout: Layout) -> None:
         if int(self.lengths.max()) + tokens.shape[1] > self.capacity:
@@ -43,19 +45,19 @@ class TableCache:
             assert (layout.horizon[row][noisy] <= length + leading).all(), "sees unwritten tokens"
             self.staged.append(tokens[row, :leading].tolist())
 
-    def keep(self, counts: Tensor) -> None:
+    def keep(self, counts: ndarray) -> None:
         assert self.staged is not None, "keep() twice after one forward, or before any"
         for row, (new, count) in enumerate(zip(self.staged, counts.tolist(), strict=True)):
             assert 0 <= count <= len(new), f"row {row}: keep {count} of {len(new)} clean tokens"
             self.tokens[row] = self.tokens[row] + new[:count]
         self.staged = None
 
-    def forget(self, counts: Tensor) -> None:
+    def forget(self, counts: ndarray) -> None:
         for row, count in enumerate(counts.tolist()):
             assert 0 <= count <= len(self.tokens[row])
             self.tokens[row] = self.tokens[row][: len(self.tokens[row]) - count]
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: ndarray) -> None:
         self.tokens = [self.tokens[row] for row in rows.tolist()]
         self.staged = None if self.staged is None else [self.staged[row] for row in rows.tolist()]
 

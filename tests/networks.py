@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from conftest import make_tokenizer
+from layouts import decoding_layout
 
 from setblock import loading
-from setblock.masks import decoding_layout
 from setblock.model import Model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import gated_adapter
+from layouts import decoding_layout
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from trainers import MASK, SIZES, config, network, samples, tokenizer
@@ -16,7 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from setblock import adapters, gated, objective
 from setblock.checkpoint import ModelError
 from setblock.loading import load
-from setblock.masks import CLEAN, causal_layout, decoding_layout
+from setblock.masks import CLEAN, causal_layout
 from setblock.train import SBDTrainer
 
 pytestmark = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import decoding_layout
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     BlockMask,
@@ -24,7 +25,6 @@ from setblock.masks import (
     Layout,
     WholeRows,
     causal_layout,
-    decoding_layout,
     flex_block_mask,
     training_layout,
     visible,

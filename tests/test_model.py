@@ -2,18 +2,20 @@ import json
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import KINDS
 from fakes import TableModel
+from layouts import decoding_layout
 from networks import load, token_id, uncached
 
 from setblock import cache, loading, packed
 from setblock.architectures import attention_mask
 from setblock.checkpoint import ModelError
 from setblock.generation import generate
-from setblock.masks import CLEAN, PADDING, Layout, causal_layout, decoding_layout
+from setblock.masks import CLEAN, PADDING, Layout, causal_layout
 from setblock.model import Model
 
 TOLERANCE = 1e-5
@@ -32,7 +34,7 @@ def run(model: Model, cache, rows: list[tuple[list[int], int, int]]) -> list[tor
     tokens = torch.full((len(rows), num_queries), model.pad_token_id)
     for row, ((text, _, end), length) in enumerate(zip(rows, cached, strict=True)):
         tokens[row, : end - length] = torch.tensor(text[length:end])
-    position = cache.lengths[:, None] + torch.arange(num_queries)
+    position = torch.from_numpy(cache.lengths[:, None] + np.arange(num_queries))
     start, end = (torch.tensor([row[i] for row in rows]) for i in (1, 2))
     logits = model.forward(tokens, decoding_layout(position, start, end), cache)
     return [logits[i, : end[i] - cached[i]] for i in range(len(rows))]
@@ -68,14 +70,14 @@ def test_cached_equals_uncached_for_rows_of_one_length(checkpoint, kind):
     texts = [random_text(model, 24, seed) for seed in (1, 2)]
     cache = model.new_cache(2, 32)
     check_against_uncached(model, cache, [(text, 9, 9) for text in texts])  # prefill
-    cache.keep(torch.tensor([9, 9]))
+    cache.keep(np.array([9, 9]))
     for _ in range(2):  # later forwards of a block
         check_against_uncached(model, cache, [(text, 9, 9 + k) for text in texts])
     fused = [(text, 9 + k, 9 + 2 * k) for text in texts]  # previous block, then the next
     check_against_uncached(model, cache, fused)
-    cache.keep(torch.tensor([k, k]))
+    cache.keep(np.array([k, k]))
     check_against_uncached(model, cache, [(text, 14, 14) for text in texts])  # one next token
-    cache.keep(torch.tensor([1, 1]))
+    cache.keep(np.array([1, 1]))
     assert cache.lengths.tolist() == [14, 14]
 
 
@@ -85,13 +87,13 @@ def test_cached_equals_uncached_for_rows_at_different_stages(checkpoint, kind):
     a, b, c = (random_text(model, 30, seed) for seed in (1, 2, 3))
     cache = model.new_cache(3, 40)
     check_against_uncached(model, cache, [(a, 5, 5), (b, 9, 9), (c, 12, 12)])
-    cache.keep(torch.tensor([5, 9, 12]))
+    cache.keep(np.array([5, 9, 12]))
     # row 0 the fused forward of a block, row 1 a later one, row 2 a single next token
     check_against_uncached(model, cache, [(a, 9, 9 + k), (b, 9, 9 + k), (c, 13, 13)])
-    cache.keep(torch.tensor([k, 0, 1]))
+    cache.keep(np.array([k, 0, 1]))
     check_against_uncached(model, cache, [(a, 9, 9 + k), (b, 9 + k, 9 + 2 * k), (c, 16, 16)])
-    cache.keep(torch.tensor([0, k, 2]))  # row 2: two of its three clean tokens
-    cache.select(torch.tensor([2, 0]))
+    cache.keep(np.array([0, k, 2]))  # row 2: two of its three clean tokens
+    cache.select(np.array([2, 0]))
     assert cache.lengths.tolist() == [15, 9]
     check_against_uncached(model, cache, [(c, 15, 15 + k), (a, 9 + k, 9 + 2 * k)])
 
@@ -149,7 +151,7 @@ def test_only_kept_clean_tokens_persist_in_the_cache(checkpoint, kind):
         return [memory[row, :, :length].clone() for memory in memories(cache)]
 
     run(model, cache, [(texts[0], 6, 6), (texts[1], 9, 9)])
-    cache.keep(torch.tensor([6, 9]))
+    cache.keep(np.array([6, 9]))
     before = prefix(0, 6) + prefix(1, 9)
     for shift in range(3):
         noisy = [text[:9] + random_text(model, 11, seed=shift) for text in texts]
@@ -159,7 +161,7 @@ def test_only_kept_clean_tokens_persist_in_the_cache(checkpoint, kind):
 
     # What the cache holds in the end is what a causal forward alone would have put there.
     run(model, cache, [(texts[0], 10, 14), (texts[1], 13, 17)])
-    cache.keep(torch.tensor([4, 4]))
+    cache.keep(np.array([4, 4]))
     decoded = prefix(0, 10)
     cache = model.new_cache(1, 32)
     run(model, cache, [(texts[0], 10, 10)])
@@ -193,7 +195,7 @@ def test_memory_grows_with_the_text(checkpoint, monkeypatch):
     model.forward(torch.full((2, 7), 5), causal_layout(position), held)
     assert memories(held)[0].shape[2] == 12
     before = [memory[:, :, :7].clone() for memory in memories(held)]
-    held.keep(torch.tensor([7, 7]))
+    held.keep(np.array([7, 7]))
     model.forward(torch.full((2, 9), 5), causal_layout(position[:, :1] + 7 + torch.arange(9)), held)
     assert memories(held)[0].shape[2] == 24  # twice as much
     assert all(map(torch.equal, before, [memory[:, :, :7] for memory in memories(held)]))
@@ -210,7 +212,7 @@ def test_cache_refuses_what_does_not_fit(checkpoint):
     model = load(checkpoint())
     cache = model.new_cache(1, 10)
     run(model, cache, [(random_text(model, 8), 8, 8)])
-    cache.keep(torch.tensor([8]))
+    cache.keep(np.array([8]))
     with pytest.raises(ValueError, match=r"prefix of 8 tokens and 4 query tokens exceed .* 10"):
         run(model, cache, [(random_text(model, 12), 8, 12)])
 
@@ -219,28 +221,28 @@ def test_keep_refuses_noisy_padding_and_misplaced_tokens(checkpoint):
     model = load(checkpoint())
     cache = model.new_cache(2, 32)
     with pytest.raises(AssertionError, match="before any"):
-        cache.keep(torch.tensor([1, 1]))
+        cache.keep(np.array([1, 1]))
     texts = [random_text(model, 20, seed) for seed in (1, 2)]
     run(model, cache, [(texts[0], 5, 7), (texts[1], 4, 4)])
     with pytest.raises(AssertionError, match=r"\[6, 4\] query tokens, of which only \[5, 4\]"):
-        cache.keep(torch.tensor([6, 4]))
+        cache.keep(np.array([6, 4]))
     with pytest.raises(AssertionError, match=r"\[5, 5\] query tokens, of which only \[5, 4\]"):
-        cache.keep(torch.tensor([5, 5]))
-    cache.keep(torch.tensor([5, 4]))
+        cache.keep(np.array([5, 5]))
+    cache.keep(np.array([5, 4]))
     with pytest.raises(AssertionError, match="twice"):
-        cache.keep(torch.tensor([0, 0]))
+        cache.keep(np.array([0, 0]))
     tokens = torch.tensor([texts[0][:2], texts[1][:2]])
     model.forward(tokens, causal_layout(torch.tensor([[5, 6], [5, 6]])), cache)  # row 1 is at 4
     with pytest.raises(AssertionError, match=r"only \[2, 0\]"):
-        cache.keep(torch.tensor([2, 2]))
+        cache.keep(np.array([2, 2]))
 
 
 def test_keys_layout_places_prefix_queries_and_padding(checkpoint):
     model = load(checkpoint())
     cache = model.new_cache(2, 32)
     run(model, cache, [(random_text(model, 3), 3, 3), (random_text(model, 1), 1, 1)])
-    cache.keep(torch.tensor([3, 1]))
-    position = cache.lengths[:, None] + torch.arange(2)
+    cache.keep(np.array([3, 1]))
+    position = torch.from_numpy(cache.lengths[:, None] + np.arange(2))
     start, end = torch.tensor([3, 2]), torch.tensor([5, 2])  # a block of 2; one clean token
     queries = decoding_layout(position, start, end)
     cache.stage(queries)
@@ -256,8 +258,8 @@ def test_select_right_after_a_forward(checkpoint):
     a, b = random_text(model, 12, seed=1), random_text(model, 12, seed=2)
     cache = model.new_cache(2, 32)
     run(model, cache, [(a, 4, 4), (b, 6, 6)])
-    cache.select(torch.tensor([1]))
-    cache.keep(torch.tensor([6]))
+    cache.select(np.array([1]))
+    cache.keep(np.array([6]))
     check_against_uncached(model, cache, [(b, 6, 9)])
 
 
@@ -355,13 +357,13 @@ def test_table_model_obeys_the_same_rules_as_a_model(checkpoint):
     for model in (fake, real):
         cache = model.new_cache(2, 32)
         check_against_uncached(model, cache, [(text, 5, 5), (text, 7, 7)])
-        cache.keep(torch.tensor([5, 7]))
+        cache.keep(np.array([5, 7]))
         check_against_uncached(model, cache, [(text, 5, 9), (text, 8, 8)])
-        cache.keep(torch.tensor([0, 1]))
-        cache.select(torch.tensor([1]))
+        cache.keep(np.array([0, 1]))
+        cache.select(np.array([1]))
         check_against_uncached(model, cache, [(text, 8, 12)])
         with pytest.raises(AssertionError):
-            cache.keep(torch.tensor([1]))
+            cache.keep(np.array([1]))
         with pytest.raises(ValueError, match="capacity"):
             model.forward(torch.ones(1, 30).long(), causal_layout(torch.arange(8, 38)[None]), cache)
     assert fake.forwards[0] == (2, 7)

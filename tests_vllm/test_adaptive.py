@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_engine import Request, agree, answers, mixed, prompts
@@ -64,8 +65,8 @@ def seeded(model: Any, text: list[int], solver: Any, most: int) -> tuple[int, ..
     mask = model.mask_token_id
 
     def logits(block: list[int]) -> torch.Tensor:
-        position = torch.arange(len(text) + len(block))[None]
-        start, end = torch.tensor([len(text)]), torch.tensor([position.shape[1]])
+        position = np.arange(len(text) + len(block))[None]
+        start, end = np.array([len(text)]), np.array([position.shape[1]])
         queries = torch.tensor([text + block])
         layout = decoding_layout(position, start, end)
         return model.forward(queries, layout, model.new_cache(1, position.shape[1]))[0].float()
