@@ -1,5 +1,6 @@
 """A model without weights: logits come from tables, the cache holds plain token ids."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -156,3 +157,52 @@ class TableModel(Model):
 
     def decode(self, ids: list[int]) -> str:
         return "".join(LETTERS[i - 3] for i in ids if i >= 3)
+
+
+class ByteModel(TableModel):
+    """A token is a byte, so that a character may come in pieces."""
+
+    BYTES = sorted({*"aé€😀".encode(), 0xFF})
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(self.BYTES[i - 3] for i in ids if i >= 3).decode(errors="replace")
+
+
+class FallbackModel(TableModel):
+    """A token is "a" or a byte; neighbouring bytes are a text together, or none of them is."""
+
+    BYTES = sorted({*"\n€😀".encode(), 0xFF})
+
+    def __init__(self, next_token: torch.Tensor, noisy: torch.Tensor) -> None:
+        super().__init__(next_token, noisy)
+        self.byte_ids = frozenset(range(4, 4 + len(self.BYTES)))
+
+    def decode(self, ids: list[int]) -> str:
+        text = ""
+        for single, run in itertools.groupby(ids, self.byte_ids.__contains__):
+            if not single:
+                text += "".join("a" for token in run if token == 3)
+                continue
+            read = bytes(self.BYTES[token - 4] for token in run)
+            try:
+                text += read.decode()
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(read)
+        return text
+
+    @classmethod
+    def tokens_of(cls, text: str) -> list[int]:
+        parts = ([3] if c == "a" else [4 + cls.BYTES.index(b) for b in c.encode()] for c in text)
+        return [token for part in parts for token in part]
+
+
+def tokens_of(text: str) -> list[int]:
+    return [3 + ByteModel.BYTES.index(byte) for byte in text.encode()]
+
+
+def saying(answer: list[int], start: int = 1, model_class=TableModel) -> TableModel:
+    """A model that answers these tokens, then EOS for ever, after any prompt of `start` tokens."""
+    targets = torch.full((start + len(answer) + 129,), EOS)
+    targets[start : start + len(answer)] = torch.tensor(answer)
+    logits = 20 * torch.nn.functional.one_hot(targets, 3 + len(LETTERS)).float()
+    return model_class(logits[1:, None].repeat(1, 3 + len(LETTERS), 1), logits[:-1])

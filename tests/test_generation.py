@@ -1,18 +1,14 @@
 """Prompts in, text out: options, ends, stop texts, streams and what a result says of itself."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from fakes import BOS, EOS, LETTERS, MASK, TableModel
+from fakes import BOS, EOS, LETTERS, MASK, TableModel, saying
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
 from transformers import AddedToken
 
 from setblock import generation
@@ -20,7 +16,6 @@ from setblock.checkpoint import ModelError
 from setblock.decode import Settings
 from setblock.generation import (
     Reveal,
-    TextPieces,
     encode,
     ending_at,
     generate,
@@ -36,60 +31,11 @@ from setblock.solvers import EntropyBound, FixedCount, entropy
 MODES = ["sbd", "ntp"]
 
 
-class ByteModel(TableModel):
-    """A token is a byte, so that a character may come in pieces."""
-
-    BYTES = sorted({*"aé€😀".encode(), 0xFF})
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(self.BYTES[i - 3] for i in ids if i >= 3).decode(errors="replace")
-
-
-class FallbackModel(TableModel):
-    """A token is "a" or a byte; neighbouring bytes are a text together, or none of them is."""
-
-    BYTES = sorted({*"\n€😀".encode(), 0xFF})
-
-    def __init__(self, next_token: torch.Tensor, noisy: torch.Tensor) -> None:
-        super().__init__(next_token, noisy)
-        self.byte_ids = frozenset(range(4, 4 + len(self.BYTES)))
-
-    def decode(self, ids: list[int]) -> str:
-        text = ""
-        for single, run in itertools.groupby(ids, self.byte_ids.__contains__):
-            if not single:
-                text += "".join("a" for token in run if token == 3)
-                continue
-            read = bytes(self.BYTES[token - 4] for token in run)
-            try:
-                text += read.decode()
-            except UnicodeDecodeError:
-                text += "\ufffd" * len(read)
-        return text
-
-    @classmethod
-    def tokens_of(cls, text: str) -> list[int]:
-        parts = ([3] if c == "a" else [4 + cls.BYTES.index(b) for b in c.encode()] for c in text)
-        return [token for part in parts for token in part]
-
-
 class WordModel(TableModel):
     """A token is several letters."""
 
     def decode(self, ids: list[int]) -> str:
         return "".join({3: "one. two. ", 4: "three"}.get(token, "") for token in ids)
-
-
-def tokens_of(text: str) -> list[int]:
-    return [3 + ByteModel.BYTES.index(byte) for byte in text.encode()]
-
-
-def saying(answer: list[int], start: int = 1, model_class=TableModel) -> TableModel:
-    """A model that answers these tokens, then EOS for ever, after any prompt of `start` tokens."""
-    targets = torch.full((start + len(answer) + 129,), EOS)
-    targets[start : start + len(answer)] = torch.tensor(answer)
-    logits = 20 * torch.nn.functional.one_hot(targets, 3 + len(LETTERS)).float()
-    return model_class(logits[1:, None].repeat(1, 3 + len(LETTERS), 1), logits[:-1])
 
 
 def test_seconds_are_not_those_of_the_caller(monkeypatch):
@@ -516,31 +462,6 @@ def test_text_is_handed_out_as_soon_as_it_is_sure():
     assert reveals[-1].generation.text == "abxabcab"
 
 
-def test_half_a_character_is_held_back():
-    model = saying(tokens_of("é€😀a"), model_class=ByteModel)
-    reveals = watch(model, [[BOS]], mode="ntp", max_new_tokens=20)[0]
-    pieces = [reveal.text for reveal in reveals]
-    assert pieces == ["", "é", "", "", "€", "", "", "", "😀", "a", ""]
-
-
-def test_a_character_that_stays_half_is_handed_out_at_the_end():
-    model = saying(tokens_of("a€"), model_class=ByteModel)
-    reveals = watch(model, [[BOS]], mode="ntp", max_new_tokens=3)[0]
-    assert [reveal.text for reveal in reveals] == ["a", "", "\ufffd"]
-    assert reveals[-1].generation is not None
-    assert reveals[-1].generation.text == "a\ufffd"
-
-
-@pytest.mark.parametrize("mode", [*MODES, "verified"])
-def test_a_line_break_stops_before_bytes_that_are_no_text(mode):
-    """Read together with the byte behind it, it is no line break any more."""
-    model = saying([*FallbackModel.tokens_of("a\n"), 12, 3], model_class=FallbackModel)
-    run = {"mode": mode, "stop": "\n", "max_new_tokens": 8}
-    run |= {} if mode == "ntp" else {"block_size": 4}
-    [answer] = generate(model, [[BOS]], **run)
-    assert (answer.text, answer.finish_reason, answer.num_tokens) == ("a", "stop", 2)
-
-
 def test_special_tokens_that_the_tokenizer_has_no_name_for(checkpoint) -> None:
     """decode() leaves them out like the others: none can be part of a text, all can end one."""
     plain = load(checkpoint("llama"), device="cpu")
@@ -566,114 +487,6 @@ def test_bytes_of_a_vocabulary(checkpoint) -> None:
     tokenizer.add_tokens(["<0x0A>", "<0xF0>", "<0xZZ>"])
     expected: Any = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>"])
     assert _byte_ids(tokenizer) == set(expected)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    ids=st.lists(st.integers(3, 2 + len(ByteModel.BYTES)), min_size=1, max_size=24)
-    | st.text("aé€😀", min_size=1, max_size=8).map(tokens_of),
-    stops=st.lists(st.text("aé€😀", min_size=1, max_size=3), max_size=3),
-    cuts=st.sets(st.integers(1, 23)),
-    settling=st.sampled_from([1, 3, 32]),
-)
-def test_pieces_however_the_tokens_arrive(ids, stops, cuts, settling):
-    check_pieces(saying([3], model_class=ByteModel), ids, stops, cuts, settling)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    ids=st.lists(st.integers(3, 3 + len(FallbackModel.BYTES)), min_size=1, max_size=24)
-    | st.text("a\n€😀", min_size=1, max_size=8).map(FallbackModel.tokens_of),
-    stops=st.lists(st.text("a\n€😀", min_size=1, max_size=3), max_size=3),
-    cuts=st.sets(st.integers(1, 23)),
-    settling=st.sampled_from([1, 3, 32]),
-)
-def test_pieces_of_a_tokenizer_that_falls_back_to_bytes(ids, stops, cuts, settling):
-    check_pieces(saying([3], model_class=FallbackModel), ids, stops, cuts, settling)
-
-
-class Pieces(TableModel):
-    """A tokenizer of the library tokenizers, in the form of its decoder, and words for tokens."""
-
-    WORDS = (
-        "<s>",
-        "▁",
-        "▁a",
-        "b",
-        "bc",
-        "##d",
-        "▁ab",
-        "ab▁c",
-        "<0x0A>",
-        "<0xE2>",
-        "<0x82>",
-        "<0xAC>",
-    )
-
-    def __init__(self, decoder: Any, words: tuple[str, ...]) -> None:
-        self.library = Tokenizer(WordLevel(dict(zip(words, range(len(words)), strict=True)), "b"))
-        self.library.decoder = decoder
-        self.library.add_special_tokens(["<s>"])
-        self.special_token_ids = frozenset([0])
-        self.byte_ids = frozenset(n for n, word in enumerate(words) if word.startswith("<0x"))
-
-    def decode(self, ids: list[int]) -> str:
-        return self.library.decode(ids)
-
-
-DECODERS = {
-    "bytes": (
-        decoders.ByteLevel(),
-        ("<s>", "Ġ", "Ġa", "b", "bc", "Ċ", "Ġab", "abĠc", "â", "Ĥ", "¬"),
-    ),
-    "pieces": (decoders.Metaspace(), Pieces.WORDS),
-    "words": (decoders.WordPiece(cleanup=False), Pieces.WORDS[:8]),
-    "fallback": (
-        decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        ),
-        Pieces.WORDS,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-@settings(deadline=None, max_examples=300)
-@given(
-    ids=st.lists(st.integers(0, 11), min_size=1, max_size=24),
-    stops=st.lists(st.text("abc \n€", min_size=1, max_size=3), max_size=3),
-    cuts=st.sets(st.integers(1, 23)),
-    settling=st.sampled_from([1, 3, 32]),
-)
-def test_pieces_of_every_kind_of_decoder(kind, ids, stops, cuts, settling):
-    decoder, words = DECODERS[kind]
-    ids = [token % len(words) for token in ids]
-    check_pieces(Pieces(decoder, words), ids, stops, cuts, settling)
-
-
-def check_pieces(model, ids, stops, cuts, settling) -> None:
-    # Next-token decoding: the first token after which the text holds a stop text ends it.
-    expected, text, stops_there = ids, model.decode(ids), False
-    for count in range(1, len(ids) + 1):
-        grown = model.decode(ids[:count])
-        if places := [grown.find(stop) for stop in stops if stop in grown]:
-            expected, text, stops_there = ids[:count], grown[: min(places)], True
-            break
-    pieces, handed_out, kept = TextPieces(model, tuple(stops)), "", []
-    for count in [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]:
-        with patch.object(generation, "SETTLING", settling):
-            kept, piece, stopped = pieces.extend(ids[:count], ended=count == len(ids))
-        handed_out += piece
-        assert text.startswith(handed_out), "a piece would have to be taken back"
-        assert stopped == (stops_there and count >= len(expected))
-        if stopped:
-            break
-    assert (kept, handed_out, pieces.text) == (expected, text, text)
 
 
 # ------------------------------------------------------------------ results

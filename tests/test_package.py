@@ -47,7 +47,7 @@ LEVELS = (
     ),
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "graphs"),
     ("model", "totals"),
-    ("loading", "decode", "views", "export"),
+    ("loading", "decode", "pieces", "views", "export"),
     ("verified", "likelihood", "train", "vllm"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),

@@ -12,8 +12,8 @@ from fakes import EOS, TableModel
 
 from setblock import prompts
 from setblock.checkpoint import ModelError
-from setblock.generation import TextPieces
 from setblock.loading import load
+from setblock.pieces import TextPieces
 from setblock.prompts import Sampling, sample_prompts
 
 
