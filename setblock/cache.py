@@ -232,13 +232,12 @@ class PrefixCache(Cache):
         """What masks.visible says of these queries and of `keys_layout`, without its work.
 
         A prefix is clean and in order: all that a query can see of it ends in one place. Padding
-        sees padding among the queries alone, itself at least.
+        may see something else, as nobody sees what becomes of it.
         queries: on the device.
         """
         there = self.there[:, None]
         slot = self.memory.numbers(self.slots.end, there.device)
         end = torch.minimum(queries.horizon, there)
-        end = torch.where(queries.document == 0, end, 0)  # the text that a prefix is of
         seen = slot < end[:, None, :, None]
         if window is not None:
             seen &= slot > (queries.position - window)[:, None, :, None]

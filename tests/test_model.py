@@ -8,11 +8,14 @@ import torch
 import transformers
 from conftest import KINDS
 from fakes import TableModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layouts import decoding_layout
 from networks import load, token_id, uncached
 
-from setblock import cache, loading, packed
+from setblock import cache, loading, masks, packed
 from setblock.architectures import attention_mask
+from setblock.cache import Memory, PrefixCache
 from setblock.checkpoint import ModelError
 from setblock.generation import generate
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout
@@ -251,6 +254,42 @@ def test_keys_layout_places_prefix_queries_and_padding(checkpoint):
     assert keys.block.tolist() == [[CLEAN, CLEAN, CLEAN, 3, 3], [CLEAN] * 5]
     assert keys.horizon.tolist() == [[1, 2, 3, 3, 3], [1, 2, 1, 1, 1]]
     assert keys.document.tolist() == [[0] * 5, [0, 0, PADDING, PADDING, PADDING]]
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3
+    ),
+    branches=st.integers(0, 2),
+    window=st.none() | st.integers(1, 8),
+    grain=st.sampled_from([1, 8]),
+    gap=st.sampled_from([0, 0, 11]),
+)
+def test_what_is_visible_behind_a_cache_is_the_rule_over_all_of_its_keys(
+    rows, branches, window, grain, gap
+):
+    """Rows of a prefix, maybe a gap, clean tokens and noisy ones, and branches."""
+    cached, clean, noisy = (np.array(column) for column in zip(*rows, strict=True))
+    clean = np.maximum(clean, noisy == 0)  # no row without a token
+    cache = PrefixCache(1, len(rows), 40, Memory(len(rows), 40), grain)
+    cache.lengths = cached
+    begin = cached + gap
+    start, end = begin + clean, begin + clean + noisy
+    position = begin[:, None] + np.arange(int((clean + noisy).max()))
+    queries = masks.decoding_layout(position, start, end)
+    if branches:
+        # The second begins before the last clean tokens, some of them in the cache.
+        first = np.maximum(start[:, None] - 4 * np.arange(branches), 0)
+        last = first + np.arange(2, 2 - branches, -1)  # its last token is padding
+        queries = queries.cat(masks.branches_layout(first, last, 2))
+    cache.stage(queries)
+    found = cache.visible(queries, window)
+    expected = masks.visible(queries, cache.keys_layout(queries), window)
+    assert found.shape == expected.shape
+    real = (queries.document != PADDING)[:, None, :, None]
+    assert torch.equal(found & real, expected & real)
+    assert found.any(dim=-1).all(), "a query without a key has no attention"
 
 
 def test_select_right_after_a_forward(checkpoint):
