@@ -322,6 +322,32 @@ def test_cpu_weights(monkeypatch, tmp_path):
     assert "nothing to compare here: no kernels" in run_here(*words, code=2)
 
 
+def test_host_time(monkeypatch, tmp_path):
+    host_time, run_here = imported(monkeypatch, "host_time")
+    out = tmp_path / "record.json"
+    words = ["nano", "--rows", 1, "--rows", 2, "--max-new-tokens", 24, "--repeats", 1]
+    assert "copies too" in run_here(*words, "--out", out)
+    lines = json.loads(out.read_text())["results"]
+    assert [(line["rows"], line["way"]) for line in lines] == [
+        (rows, way) for rows in (1, 2) for way in host_time.WAYS
+    ]
+    assert all(0 < line["range"][0] <= line["microseconds"] for line in lines)
+
+
+def test_what_takes_the_networks_place_says_one_text(monkeypatch):
+    """So that all of a draft is right, whoever made it."""
+    host_time, _ = imported(monkeypatch, "host_time")
+    model = load("nano", device="cpu")
+    model._run = host_time.Told(model, 80)  # type: ignore[method-assign]
+    answers = [
+        generate(model, [[5, 6]], max_new_tokens=41, ignore_eos=True, **way)[0]
+        for way in host_time.WAYS.values()
+        if way["mode"] != "sbd"
+    ]
+    assert len({one.token_ids for one in answers}) == 1
+    assert [one.nfe for one in answers[:2]] == [41, 1 + 40 // 8]
+
+
 def test_long_prompt(tmp_path):
     out = tmp_path / "record.json"
     text = run(
