@@ -43,9 +43,10 @@ class Told:
     def __init__(self, model: Model, length: int) -> None:
         self.model, self.seconds, self.forwards = model, 0.0, 0
         generator = torch.Generator().manual_seed(0)
-        logits = 30 * torch.randn(length + 1, model.vocab_size, generator=generator)
+        logits = torch.randn(length + 1, model.vocab_size, generator=generator)
         if model.mask_token_id < model.vocab_size:
             logits[:, model.mask_token_id] = -torch.inf
+        logits.scatter_(1, logits.argmax(dim=1, keepdim=True), 30.0)
         self.logits = logits.to(model.device)
 
     def __call__(
