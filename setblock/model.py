@@ -147,7 +147,6 @@ class Model:
         sizes = machines.dimensions_of(self.network.config)
         return self.weight_bytes + 2 * sizes.layers * sizes.cache * tokens * self.dtype.itemsize
 
-    @torch.no_grad()  # not inference_mode: nobody outside could change its tensors in place
     def forward(
         self,
         tokens: Int[Tensor, "batch length"],
@@ -161,7 +160,7 @@ class Model:
         """
         return self.forward_to_draft(tokens, layout, cache, logits_at)[0]
 
-    @torch.no_grad()
+    @torch.no_grad()  # not inference_mode: nobody outside could change its tensors in place
     def forward_to_draft(
         self,
         tokens: Int[Tensor, "batch length"],
