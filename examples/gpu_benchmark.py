@@ -12,8 +12,8 @@ Forwards of 1 to 272 query tokens behind 128 to 32,768 cached ones, for 1 to 32 
 roofline; the bandwidth that a forward of one token reaches as a share of what a copy reaches; the
 speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
-it. The record is written after each part and each size of batch. Without a GPU, `--shape tiny
---device cpu` runs the same script in minutes, but for graphs, which are CUDA's.
+it, or drafts are verified. The record is written after each part and each size of batch. Without a
+GPU, `--shape tiny --device cpu` runs the same script in minutes, but for graphs, which are CUDA's.
 """
 
 import statistics
@@ -156,6 +156,9 @@ def answers(model: Model, length: int, tokens: int, repeats: int) -> list[dict[s
     for rate in (1, 2, 4, 8):
         options: dict[str, Any] = {"solver": f"fixed:{rate}", "block_size": BLOCK}
         running[f"sbd fixed:{rate}"] = contenders.ours(mode="sbd", **options)
+    # A random model's drafts are wrong, so that this is what verifying and drafting them costs.
+    drafting = {"block_size": BLOCK // 2, "branches": 1, "seeds": 0}
+    running["verified"] = contenders.ours(mode="verified", **drafting)
     running["transformers"] = contenders.transformers_generate()
     if model.device.type == "cuda":
         static = contenders.transformers_generate(cache_implementation="static")

@@ -256,6 +256,7 @@ def test_the_gpu_benchmark(tmp_path):
     for rate in (1, 2, 4, 8):
         assert whole[f"sbd fixed:{rate}"]["tokens_per_forward"] == rate
     assert whole["ntp"]["tokens"] == whole["transformers"]["tokens"] == 16
+    assert whole["verified"]["tokens"] == 16
     assert sum(whole["shares of sbd"]["shares"].values()) == pytest.approx(1)
     # t tokens per forward: a block's first forward of 32 tokens, and 16 / t - 1 of 16.
     first = {one["queries"]: one["seconds"] for one in record["forwards"][:3]}
