@@ -299,14 +299,21 @@ class Model:
 
         prompt: a text; with `chat` it is a user's turn, and the model's cue follows. Or a
         conversation, messages of role and content, which the cue follows anyway.
-        Raises: ModelError without a chat template, for a conversation that the template refuses, or
-        for an empty text without a BOS token.
+        Raises: ModelError without a chat template, for a conversation that the template refuses,
+        for half of a surrogate pair, or for an empty text without a BOS token.
         """
         plain = isinstance(prompt, str) and not chat
         if isinstance(prompt, str):
             text = prompt if plain else self.in_template([{"role": "user", "content": prompt}])
         else:
             text = self.in_template(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ModelError(
+                f"a prompt must be Unicode text, got the lone surrogate {half!r}"
+            ) from None
         # A chat template writes the BOS token itself.
         ids = list(self.tokenizer(text, add_special_tokens=plain, verbose=False)["input_ids"])
         if ids:

@@ -314,6 +314,15 @@ def test_what_is_no_conversation_is_refused(checkpoint, talk, message):
         unchecked(encode)(load(checkpoint("llama")), talk)
 
 
+def test_half_of_a_surrogate_pair_is_no_text(checkpoint):
+    model = load(checkpoint("llama"), device="cpu")
+    with pytest.raises(ModelError, match=r"Unicode text, got the lone surrogate '\\ud800'"):
+        encode(model, "a\ud800b")
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ModelError, match=r"prompt 1: .*lone surrogate '\\udfff'"):
+        encode(model, ["a", [{"role": "user", "content": "\udfff"}]])
+
+
 def unchecked(function: Any) -> Any:
     """Without the tests' type checks, as users call it."""
     while hasattr(function, "__wrapped__"):

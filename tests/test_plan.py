@@ -150,6 +150,7 @@ def test_command(run, tmp_path):
         "assumed, not measured: in mode sbd",
         "0 ms a layer",
         "pays up to a batch of",
+        "that of sbd may be another",
         "3 ms per token",
         "predicted",
     ):

@@ -238,6 +238,7 @@ def plan(
         assumed = f"{assumed.rpartition('; ')[0]}. From {measured}: in each forward {driven}"
     title = f"{place}: the quickest first"
     out.print(_table(title, found["choices"], ("batch", *SETTING), assumed))
+    out.print("the text of mode verified is that of ntp; that of sbd may be another")
     for mode, most in found["largest_batches"].items():
         pays = f"up to a batch of {most}" if most else "not even alone"
         more = " or more" if most == planning.LARGEST_BATCH else ""
