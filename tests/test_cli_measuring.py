@@ -13,7 +13,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import GenerationMixin
 
-from setblock import benchmark, contenders, evaluate, nano, packed, records
+from setblock import benchmark, contenders, evaluate, live, nano, packed, records
 from setblock.cli import benchmarking
 from setblock.model import Model
 
@@ -127,6 +127,18 @@ def test_evaluate_shows_a_table(run, trained, checkpoint):
     assert result.out.count("McNemar") == 1
     assert max(map(len, result.out.splitlines())) <= 80
     assert result.err == ""
+
+
+def test_progress_tells_how_many_runs_there_are(run, trained, monkeypatch):
+    monkeypatch.setattr(live, "EVERY_S", 0)
+    words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", "--mode", "sbd"]
+    result = run("evaluate", trained, *words, "--solver", "fixed:2", *SHORT)
+    place, lines = str(trained), result.err.replace("\n", " ").split("1 of 1")
+    told = [line.strip().partition(place)[::2] for line in lines if place in line]
+    expected = ["ntp lists", "ntp json", "sbd fixed:2 lists", "sbd fixed:2 json"]
+    for number, ((before, after), words) in enumerate(zip(told, expected, strict=True), start=1):
+        assert before == f"{number}/4 "
+        assert after.startswith(f" {words}  ")
 
 
 def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypatch):

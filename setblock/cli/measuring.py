@@ -269,6 +269,7 @@ def evaluate(
         err.print(f"{out_file} holds {journal.num_known} answers", style="dim", markup=False)
     firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
     run, say = 0, lines(err)
+    total = len(model_names) * len(settings) * len(problems)
     for model_name in model_names:
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         journal.record["machine"] = machine_of(model.device)
@@ -284,7 +285,8 @@ def evaluate(
                 known = [Sample.from_json(sample) for sample in journal.known(run)]
                 line = journal.finished(run)
                 if line is None:
-                    label = f"{model_name} {options['mode']} {options.get('solver') or ''} {family}"
+                    words = (model_name, options["mode"], options.get("solver"), family)
+                    label = f"{run + 1}/{total} " + " ".join(filter(None, words))
                     with progress_bar(err, label, len(items), say) as advance:
 
                         def note(score: Any, run: int = run, advance: Any = advance) -> None:
