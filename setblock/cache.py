@@ -232,7 +232,8 @@ class PrefixCache(Cache):
         """What masks.visible says of these queries and of `keys_layout`, without its work.
 
         A prefix is clean and in order: all that a query can see of it ends in one place. Padding
-        may see something else, as nobody sees what becomes of it.
+        may see something else, as nobody sees what becomes of it. Other queries are of the
+        prefix's text, document 0.
         queries: on the device.
         """
         there = self.there[:, None]

@@ -5,6 +5,7 @@ transformers' own: masks and positions are handed in, no class is copied. `loadi
 Model out of a name.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,8 @@ class Model:
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
         self._windows = windows_of(network.config)
-        self._weight = next(network.parameters())  # to look for it anew takes a while
+        # To look for one anew takes a while; the network alone keeps it alive.
+        self._weight = weakref.ref(next(network.parameters()))
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
         self.num_parameters = sum(weight.numel() for weight in network.parameters())
         # What joins a draft's tokens, beside a gated adapter that load() put on.
@@ -122,7 +124,8 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self._weight.device
+        weight = self._weight()
+        return self.network.device if weight is None else weight.device
 
     @property
     def dtype(self) -> torch.dtype:

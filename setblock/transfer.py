@@ -1,7 +1,7 @@
 """Between host and device, several arrays a copy.
 
 What decoding keeps of its rows lies on the host, in numpy's arrays, whose operations on a few
-numbers take a third of the time of torch's; the device has the network, the cache and logits.
+numbers take less time than torch's; the device has the network, the cache and logits.
 A copy to the device waits for nothing. One to the host waits until the device has come that far,
 and is the only thing in a step that does.
 """
@@ -40,7 +40,7 @@ def to_host(*tensors: Tensor) -> tuple[ndarray, ...]:
     if tensors[0].device.type == "mps":  # which has no doubles
         tensors = tuple(tensor.cpu() for tensor in tensors)
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return tuple(tensor.numpy() for tensor in tensors)
+        return tuple(tensor.detach().numpy() for tensor in tensors)
     flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors])
     return tuple(

@@ -1,5 +1,7 @@
+import gc
 import json
 import shutil
+import weakref
 from typing import Any
 
 import numpy as np
@@ -290,6 +292,15 @@ def test_what_is_visible_behind_a_cache_is_the_rule_over_all_of_its_keys(
     real = (queries.document != PADDING)[:, None, :, None]
     assert torch.equal(found & real, expected & real)
     assert found.any(dim=-1).all(), "a query without a key has no attention"
+
+
+def test_a_model_without_its_network_keeps_no_weight(checkpoint):
+    model = load(checkpoint())
+    weight = weakref.ref(model.network.get_input_embeddings().weight)
+    assert model.device == torch.device("cpu")
+    model.network = None
+    gc.collect()
+    assert weight() is None
 
 
 def test_select_right_after_a_forward(checkpoint):
