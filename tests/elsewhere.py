@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,6 +32,11 @@ DEVICE_OF: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 
 class Elsewhere(Tensor):
     """A tensor of the other device, as all of a network's parameters are."""
+
+    def __array__(self, dtype: Any = None) -> Any:
+        raise TypeError(
+            "a tensor of the device is no array: to_host() waits for it, and is counted"
+        )
 
 
 def is_there(value: object) -> bool:
@@ -64,8 +70,11 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        given = tree_leaves((args, kwargs))
+        tensors = [one for one in given if isinstance(one, Tensor)]
         off = any(map(is_there, tensors))
+        mixed = off and any(isinstance(one, np.ndarray) for one in given)
+        assert not mixed, f"{name} of a tensor of the device and an array"
         if func == DEVICE_OF:
             return DEVICE if off else func(*args)
         with torch._C.DisableTorchFunction():

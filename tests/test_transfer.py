@@ -85,9 +85,20 @@ def test_a_tensor_of_the_host_is_noticed_on_the_device(checkpoint, monkeypatch):
         [moved] = to_device(model.device, torch.arange(3))
         with pytest.raises(AssertionError, match="two devices"):
             _ = moved + torch.arange(3)
+        there, array = moved + 0, np.arange(3)
+        mixes: list[Any] = [np.asarray, array.__getitem__, lambda one: one + array]
+        mixes.append(lambda one: array.__setitem__(slice(None), one))
+        for mix in mixes:
+            with pytest.raises(TypeError):
+                mix(there)
+        with pytest.raises(AssertionError, match="and an array"):
+            _ = there[array]
+        with pytest.raises(TypeError, match="is no array"):
+            to_device(torch.device("cuda:1"), there, array)
         assert (moved + 1).tolist() == [1, 2, 3]
         assert moved[moved > 1].device == model.device
-    assert count.waits == {"tolist": 1, "__getitem__": 1}
+    # To index an array numpy asks for a number first.
+    assert count.waits == {"tolist": 1, "__getitem__": 1, "__index__": 1}
 
 
 def test_one_copy_carries_tensors_of_every_kind(checkpoint, monkeypatch):
