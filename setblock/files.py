@@ -7,7 +7,11 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file anew: a reader sees the old one or the new one, never half of one."""
+    """Write a file anew: a reader sees the old one or the new one, never half of one.
+
+    A link stays one: the file that it leads to is written.
+    """
+    path = path.resolve()
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)

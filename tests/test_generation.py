@@ -295,6 +295,18 @@ def test_conversations_go_through_the_chat_template(checkpoint):
     assert answer.prompt_tokens == len(ids)
 
 
+def test_the_model_goes_on_with_a_last_message_of_its_own(checkpoint):
+    model = load(checkpoint("llama"))
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes, "}]
+    text = "<user>hi</s><user>yes, "  # the test checkpoints' template knows no roles
+    assert encode(model, talk) == [model.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    talk[1]["content"] = ""
+    assert model.in_template(talk) == "<user>hi</s><user>"
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ModelError, match=r"refuses the messages: .*the final message does not app"):
+        model.in_template([talk[0], {"role": "assistant", "content": "lost"}])
+
+
 @pytest.mark.parametrize(
     ("talk", "message"),
     [

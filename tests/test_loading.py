@@ -195,7 +195,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatc
         load("runs/mien")
 
 
-def test_a_hub_name_that_can_not_be_had(monkeypatch):
+def test_a_hub_name_that_can_not_be_had(monkeypatch, caplog):
     """The hub is asked once: where it can't be reached, each file would take half a minute."""
     asked = []
 
@@ -207,9 +207,27 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch):
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("; and there is no folder 'nobody/nothing' here")
-    assert ".;" not in str(caught.value)
+    start = "can't load 'nobody/nothing': there is no such folder here, and from the hub: "
+    assert str(caught.value).startswith(start)
     assert len(asked) == 1
+    said = ["no folder nobody/nothing here: asking the Hugging Face hub for it"]
+    assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_a_hub_name_that_the_hub_has_no_names_like():
+    with pytest.raises(ModelError, match="no model 'no body/nothing': Repo id must"):
+        load("no body/nothing")
+
+
+def test_what_the_hub_s_cache_holds_is_not_announced(monkeypatch, caplog, tmp_path):
+    def download(*words):
+        raise OSError("stop here")
+
+    monkeypatch.setattr("setblock.loading.try_to_load_from_cache", lambda name, file: "a/file")
+    monkeypatch.setattr("setblock.checkpoint.hf_hub_download", download)
+    with pytest.raises(ModelError, match="stop here"):
+        load("nobody/known")
+    assert not caplog.records
 
 
 def test_a_file_that_the_hub_does_not_have(monkeypatch):

@@ -71,6 +71,17 @@ def test_a_record_replaces_the_file_at_once(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_record_behind_a_link_is_written_where_it_leads(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link, path = tmp_path / "record.json", tmp_path / "elsewhere" / "record.json"
+    link.symlink_to(path)
+    for results in ([1], [1, 2]):
+        records.save_record({"results": results}, link)
+        assert link.is_symlink()
+        assert json.loads(path.read_text()) == {"results": results}
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     records.save_record({"results": [1]}, path)

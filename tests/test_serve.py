@@ -70,6 +70,21 @@ def test_conversations_and_parts(client, nano):
         client.chat.completions.create(model="nano", messages=turns, extra_body=extra)
 
 
+def test_the_model_goes_on_with_a_last_message_of_its_own(client, nano):
+    (whole,) = generate(nano, QUESTIONS[0], chat=True, mode="ntp")
+    begin = nano.decode(list(whole.token_ids[: len(whole.token_ids) // 2]))
+    begun = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": begin},
+    ]
+    answer = client.chat.completions.create(
+        model="nano", messages=begun, extra_body={"mode": "ntp"}
+    )
+    assert begin
+    assert begin + answer.choices[0].message.content == whole.text
+    assert answer.usage.prompt_tokens == whole.prompt_tokens + len(whole.token_ids) // 2
+
+
 @pytest.mark.parametrize("mode", ["sbd", "ntp", "verified"])
 def test_streams_say_the_same_in_order(client, mode):
     for question in QUESTIONS:
