@@ -372,7 +372,7 @@ class Model:
         )
 
 
-def ending_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+def ending_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How a chat template is to end: with the model's cue, or open behind a last turn of its own,
     for the model to go on with. The arguments of `apply_chat_template`.
     """
