@@ -24,7 +24,7 @@ from torch import Tensor
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
-from setblock.solvers import Solver, entropy
+from setblock.solvers import Predictions, Solver
 from setblock.transfer import to_device, to_host
 
 MODES = ("sbd", "ntp", "verified")
@@ -349,13 +349,15 @@ class DecodeState(Rows):
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
-        chosen, nats = self.settings.sampler.pick(logits, *places), entropy(logits)
+        predictions = Predictions(logits)
+        chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:
                 [known] = to_host(nats)
                 open_slots = self._fall_back(known, open_slots, self.settings.fallback)
-            solved = self.settings.solver.reveal(logits, *to_device(logits.device, open_slots))
+            [open_slots] = to_device(logits.device, open_slots)
+            solved = self.settings.solver.reveal(predictions, open_slots)
             chosen, nats, solved = to_host(chosen, nats, solved)
             reveal |= solved
         else:

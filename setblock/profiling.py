@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from setblock import cache, decode, sampling, solvers, verified
+from setblock import cache, sampling, solvers, verified
 from setblock.contenders import now
 from setblock.generation import Generation, generate
 from setblock.model import Model
@@ -50,7 +50,8 @@ FUNCTIONS = (
     (cache.PrefixCache, "select", "cache"),
     (sampling.Sampler, "perturbed", "solver"),
     (sampling.Sampler, "pick", "solver"),
-    (decode, "entropy", "solver"),
+    (solvers, "probability_of", "solver"),
+    (solvers, "entropy_of", "solver"),
     (verified.BranchDrafts, "_plan", "solver"),
     (verified.BranchDrafts, "_redraft", "solver"),
 )

@@ -1,15 +1,15 @@
 """Which masked positions to reveal now, chosen from what the model predicts at each of them.
 
-A solver is a value with one method, `reveal(logits, masked)`. Every solver reveals at least one
-position of a row that still holds a mask, and none of a row that holds no mask; equal scores go to
-the smaller position. Logits are the model's own: no temperature, and -inf in the mask token's
-column, since that token is never generated.
+A solver is a value with one method, `reveal(predictions, masked)`. Every solver reveals at least
+one position of a row that still holds a mask, and none of a row that holds no mask; equal scores go
+to the smaller position. Predictions are the model's own: no temperature, and logits of -inf in the
+mask token's column, since that token is never generated.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -23,11 +23,33 @@ Number = float | int
 Order = Literal["entropy", "confidence", "margin"]
 
 
+class Predictions:
+    """What a model predicts at each position of a block; each score is computed once."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+
+    @cached_property
+    def probability(self) -> Logits:
+        """Of each token, in float32."""
+        return probability_of(self.logits)
+
+    @cached_property
+    def entropy(self) -> Score:
+        """Of each prediction, in nats."""
+        return entropy_of(self.probability)
+
+    @cached_property
+    def confidence(self) -> Score:
+        """The largest probability of each prediction."""
+        return self.probability.amax(-1)
+
+
 @runtime_checkable
 class Solver(Protocol):
     """A rule that picks the positions to reveal; `str` gives the text that `parse` reads."""
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
         """The masked positions to reveal now."""
         ...
 
@@ -54,14 +76,14 @@ class EntropyBound:
         name = "entropy" if self.order == "entropy" else f"{self.order}-bound"
         return f"{name}:{float(self.gamma)}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
         score = None
         if self.order == "confidence":
-            score = -confidence(logits)
+            score = -predictions.confidence
         elif self.order == "margin":
-            first, second = logits.float().softmax(-1).topk(2).values.unbind(-1)
+            first, second = predictions.probability.topk(2).values.unbind(-1)
             score = second - first
-        return entropy_prefix(entropy(logits), masked, self.gamma, score)
+        return entropy_prefix(predictions.entropy, masked, self.gamma, score)
 
 
 @dataclass(frozen=True)
@@ -79,8 +101,8 @@ class EntropyThreshold:
     def __str__(self) -> str:
         return f"entropy-threshold:{float(self.tau)}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
-        nats = entropy(logits)
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
+        nats = predictions.entropy
         return masked & ((nats < self.tau) | (_ranks(nats, masked) == 0))
 
 
@@ -99,8 +121,8 @@ class ConfidenceThreshold:
     def __str__(self) -> str:
         return f"confidence:{float(self.tau)}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
-        sure = confidence(logits)
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
+        sure = predictions.confidence
         return masked & ((sure > self.tau) | (_ranks(-sure, masked) == 0))
 
 
@@ -121,8 +143,8 @@ class Factor:
     def __str__(self) -> str:
         return f"factor:{float(self.f)}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
-        sure = confidence(logits)
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
+        sure = predictions.confidence
         rank = _ranks(-sure, masked)
         # With n = rank + 1. Both factors grow along the order, so the positions that pass are
         # exactly those up to the largest n.
@@ -143,8 +165,8 @@ class FixedCount:
     def __str__(self) -> str:
         return f"fixed:{self.n}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
-        return masked & (_ranks(-confidence(logits), masked) < self.n)
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
+        return masked & (_ranks(-predictions.confidence, masked) < self.n)
 
 
 @dataclass(frozen=True)
@@ -159,8 +181,8 @@ class ConfidentPrefix:
     def __str__(self) -> str:
         return f"prefix:{float(self.tau)}"
 
-    def reveal(self, logits: Logits, masked: Positions) -> Positions:
-        unsure = masked & (confidence(logits) < self.tau)
+    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
+        unsure = masked & (predictions.confidence < self.tau)
         leftmost = masked.cumsum(1) == 1
         return masked & ((unsure.cumsum(1) == 0) | leftmost)
 
@@ -199,20 +221,23 @@ def parse(text: str) -> Solver:
 
 
 def entropy(logits: Logits) -> Score:
-    """Entropy of each prediction in nats, from the float32 softmax.
+    """Entropy of each prediction in nats, from the float32 softmax."""
+    return Predictions(logits).entropy
 
-    -sum p log p rather than logsumexp - sum p * logit: that form cancels to 0 too early, and is NaN
-    at -inf.
+
+def probability_of(logits: Logits) -> Logits:
+    """The float32 softmax."""
+    return logits.float().softmax(-1)
+
+
+def entropy_of(probability: Logits) -> Score:
+    """-sum p log p in nats.
+
+    Rather than logsumexp - sum p * logit: that form cancels to 0 too early, and is NaN at -inf.
     """
-    probability = logits.float().softmax(-1)
     # torch.special.entr says the same, three times as slowly on a CPU.
     nats = probability.clamp(min=torch.finfo(torch.float32).tiny).log_().mul_(probability)
     return (0 - nats.sum(-1)).clamp(min=0)
-
-
-def confidence(logits: Logits) -> Score:
-    """The largest probability of each prediction, from the float32 softmax."""
-    return logits.float().softmax(-1).amax(-1)
 
 
 def entropy_prefix(

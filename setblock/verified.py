@@ -29,7 +29,7 @@ from setblock.chain import joined
 from setblock.decode import Rows, Settings, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
-from setblock.solvers import entropy
+from setblock.solvers import Predictions, entropy
 from setblock.transfer import to_device, to_host
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
@@ -196,7 +196,8 @@ class SolverDrafts(VerifiedRows):
     def _fill(self, logits: Float[Tensor, "batch draft vocab"]) -> None:
         """What the solver reveals in the blocks of rows that draft."""
         open_slots = self._open() & self.drafting[:, None]
-        reveal = self.settings.solver.reveal(logits, *to_device(logits.device, open_slots))
+        [open_slots] = to_device(logits.device, open_slots)
+        reveal = self.settings.solver.reveal(Predictions(logits), open_slots)
         places = torch.from_numpy(self._places(self.draft.shape[1]))
         chosen = self.settings.sampler.pick(logits, torch.from_numpy(self.rows), places)
         reveal, chosen = to_host(reveal, chosen)

@@ -6,7 +6,7 @@ from setblock import gated
 from setblock.architectures import attention_mask
 from setblock.chain import CANDIDATES
 from setblock.masks import Layout
-from setblock.solvers import entropy
+from setblock.solvers import Predictions, entropy
 
 
 def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int], int, list[int]]:
@@ -50,7 +50,7 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
                 bound = float("inf") if settings.fallback is None else settings.fallback
                 by_token = bool(masked.any()) and not bool((entropy(logits)[masked] <= bound).any())
                 if not by_token:
-                    reveal |= settings.solver.reveal(logits, masked)
+                    reveal |= settings.solver.reveal(Predictions(logits), masked)
             position = torch.arange(start, start + size)[None]
             chosen = settings.sampler.pick(logits, torch.tensor([row]), position)
             for i in reveal[0].nonzero()[:, 0].tolist():

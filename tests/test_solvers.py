@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from setblock import solvers
 from setblock.solvers import (
     FORMS,
     ConfidenceThreshold,
@@ -17,11 +18,12 @@ from setblock.solvers import (
     EntropyThreshold,
     Factor,
     FixedCount,
+    Predictions,
     Solver,
-    confidence,
     entropy,
     entropy_prefix,
     parse,
+    probability_of,
 )
 
 INF = math.inf
@@ -113,7 +115,7 @@ def test_equals_the_slow_rule_on_rows_full_of_ties(text):
     solver = parse(text)
     rows = zip(logits.tolist(), masked.tolist(), strict=True)
     expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-    assert solver.reveal(logits, masked).tolist() == expected
+    assert solver.reveal(Predictions(logits), masked).tolist() == expected
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -122,7 +124,7 @@ def test_equals_the_slow_rule_on_random_rows(text):
     solver = parse(text)
     rows = zip(logits.tolist(), masked.tolist(), strict=True)
     expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-    assert solver.reveal(logits, masked).tolist() == expected
+    assert solver.reveal(Predictions(logits), masked).tolist() == expected
 
 
 eighths = st.integers(0, 24).map(lambda n: n / 8)  # sums of eighths are exact in float32
@@ -156,15 +158,32 @@ def test_entropy_prefix_counts_small_entropies_before_a_large_one():
     assert found.tolist() == [[True, True, False]]
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_predictions_are_scored_once(monkeypatch, text):
+    """Whoever asks, and however often."""
+    calls = []
+
+    def counted(logits):
+        calls.append(1)
+        return probability_of(logits)
+
+    monkeypatch.setattr(solvers, "probability_of", counted)
+    logits, masked = random_rows(3, 4, 9)
+    predictions = Predictions(logits)
+    assert predictions.entropy is predictions.entropy
+    assert parse(text).reveal(predictions, masked).equal(parse(text).reveal(predictions, masked))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("order", ["entropy", "confidence", "margin"])
 def test_gamma_zero_reveals_exactly_one_even_where_entropies_are_zero(order):
     certain = PALETTE[torch.zeros(3, 5, dtype=torch.long)]
     masked = torch.tensor([[True] * 5, [False, False, True, False, True], [False] * 5])
     expected = [[True] + [False] * 4, [False, False, True, False, False], [False] * 5]
-    assert EntropyBound(0, order).reveal(certain, masked).tolist() == expected
-    assert EntropyBound(1e-30, order).reveal(certain, masked).equal(masked)
+    assert EntropyBound(0, order).reveal(Predictions(certain), masked).tolist() == expected
+    assert EntropyBound(1e-30, order).reveal(Predictions(certain), masked).equal(masked)
     flat = torch.zeros(3, 5, 4)
-    assert EntropyBound(INF, order).reveal(flat, masked).equal(masked)
+    assert EntropyBound(INF, order).reveal(Predictions(flat), masked).equal(masked)
 
 
 def test_equals_the_entropy_bound_sampler_of_transformers():
@@ -185,7 +204,11 @@ def test_equals_the_entropy_bound_sampler_of_transformers():
         kept = cast(torch.LongTensor, torch.zeros(logits.shape[:2], dtype=torch.long))
         drawn = cast(torch.LongTensor, kept + 1)
         accepted = oracle.accept_canvas(kept, drawn, logits, 0).bool()
-        assert EntropyBound(gamma).reveal(logits, torch.ones_like(accepted)).equal(accepted)
+        assert (
+            EntropyBound(gamma)
+            .reveal(Predictions(logits), torch.ones_like(accepted))
+            .equal(accepted)
+        )
         compared += len(logits)
     assert compared >= 10_000
 
@@ -201,7 +224,7 @@ def test_entropy_bound_equals_brute_force_on_ten_thousand_rows():
         solver = EntropyBound(gamma)
         rows = zip(logits.tolist(), masked.tolist(), strict=True)
         expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-        assert solver.reveal(logits, masked).tolist() == expected
+        assert solver.reveal(Predictions(logits), masked).tolist() == expected
         compared += len(logits)
     assert compared >= 10_000
 
@@ -210,7 +233,7 @@ def test_entropy_bound_equals_brute_force_on_ten_thousand_rows():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_reveals_masked_positions_only_and_at_least_one_of_each_row(text, dtype):
     logits, masked = random_rows(200, 6, 5, seed=1)
-    reveal = parse(text).reveal(logits.to(dtype), masked)
+    reveal = parse(text).reveal(Predictions(logits.to(dtype)), masked)
     assert reveal.dtype == torch.bool
     assert not (reveal & ~masked).any()
     assert reveal.any(1).equal(masked.any(1))
@@ -220,7 +243,7 @@ def test_reveals_masked_positions_only_and_at_least_one_of_each_row(text, dtype)
 def test_reveals_something_even_of_broken_logits(text):
     logits = torch.full((2, 4, 5), math.nan)
     masked = torch.tensor([[False, True, False, True], [False] * 4])
-    reveal = parse(text).reveal(logits, masked)
+    reveal = parse(text).reveal(Predictions(logits), masked)
     assert not (reveal & ~masked).any()
     assert reveal.any(1).tolist() == [True, False]
 
@@ -235,13 +258,13 @@ def test_reveals_something_even_of_broken_logits(text):
 def test_rows_are_independent_and_order_does_not_matter(text, seed, block, rows):
     solver = parse(text)
     logits, masked = random_rows(rows, block, 7, seed)
-    reveal = solver.reveal(logits, masked)
+    reveal = solver.reveal(Predictions(logits), masked)
     for row in range(rows):
-        alone = solver.reveal(logits[row : row + 1], masked[row : row + 1])
+        alone = solver.reveal(Predictions(logits[row : row + 1]), masked[row : row + 1])
         assert alone[0].equal(reveal[row])
     if not isinstance(solver, ConfidentPrefix):  # the one rule that reads from left to right
         shuffle = torch.randperm(block, generator=generator(seed))
-        shuffled = solver.reveal(logits[:, shuffle], masked[:, shuffle])
+        shuffled = solver.reveal(Predictions(logits[:, shuffle]), masked[:, shuffle])
         assert shuffled.equal(reveal[:, shuffle])
 
 
@@ -257,7 +280,9 @@ def test_reveals_more_as_the_parameter_loosens(name, seed, low, high):
     low, high = sorted((low, high))
     if name == "fixed":
         low, high = 1 + int(low * 8), 1 + int(high * 8)
-    few, many = (parse(f"{name}:{value}").reveal(logits, masked) for value in (low, high))
+    few, many = (
+        parse(f"{name}:{value}").reveal(Predictions(logits), masked) for value in (low, high)
+    )
     if name in ("confidence", "prefix"):  # for these a high value is the strict one
         few, many = many, few
     assert not (few & ~many).any()
@@ -274,7 +299,7 @@ def test_ties_go_to_the_smaller_position(text, count):
     masked = torch.ones(1, 40, dtype=torch.bool)
     masked[0, 0] = False
     expected = list(range(1, 1 + count))
-    assert parse(text).reveal(logits, masked)[0].nonzero()[:, 0].tolist() == expected
+    assert parse(text).reveal(Predictions(logits), masked)[0].nonzero()[:, 0].tolist() == expected
 
 
 def test_entropy_in_nats():
@@ -284,7 +309,7 @@ def test_entropy_in_nats():
     expected = torch.tensor([[math.log(4), 0, math.log(2)]])
     torch.testing.assert_close(entropy(logits), expected)
     assert entropy(logits)[0, 1] == 0
-    assert confidence(logits).tolist() == [[0.25, 1.0, 0.5]]
+    assert Predictions(logits).confidence.tolist() == [[0.25, 1.0, 0.5]]
 
 
 def test_entropy_of_a_nearly_certain_prediction_is_not_cancelled_to_zero():

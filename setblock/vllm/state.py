@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
+from setblock.solvers import Predictions
 from setblock.vllm.requests import MOST_STOPS, Decoding, decoding_of, ends_of, seed_of, settings_of
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
@@ -332,7 +333,7 @@ class BlockSampler:
         chosen = how.sampler.pick(scores, rows, predicted, seeds)
         open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
         if width > 1 or not seeded:
-            reveal = how.solver.reveal(scores, open_slots) & open_slots
+            reveal = how.solver.reveal(Predictions(scores), open_slots) & open_slots
             drafted = torch.where(reveal, chosen, block)
         else:  # the one token is known
             drafted = block
@@ -357,7 +358,7 @@ class BlockSampler:
         fresh = blocks[:, :width]
         if fused:  # which was begun behind the whole block: another start has another future
             begun = state.open_slots(fresh, slots, starts + width)
-            begun &= how.solver.reveal(ahead[0], begun) & (emitted == width)[:, None]
+            begun &= how.solver.reveal(Predictions(ahead[0]), begun) & (emitted == width)[:, None]
             guess = how.sampler.pick(ahead[0], rows, position + width, seeds)
             fresh = torch.where(begun, guess, fresh)
         blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
