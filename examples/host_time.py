@@ -57,14 +57,14 @@ class Told:
         cache: Any,
         logits_at: Tensor | None,
         told: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         begin = now(self.model)
         # A mask predicts itself, any other token the next one.
         at = position + (tokens != self.model.mask_token_id)
-        result = self.logits[at if logits_at is None else at[:, logits_at]]
+        logits = self.logits[at if logits_at is None else at[:, logits_at]]
         self.seconds += now(self.model) - begin
         self.forwards += 1
-        return result
+        return logits, logits[..., :0]
 
 
 def measured(model: Model, rows: int, most: int, repeats: int) -> list[dict[str, Any]]:

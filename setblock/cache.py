@@ -74,7 +74,8 @@ class _Slots:
     grain: int  # `end` is a multiple of it
     longest: int = 0  # of the prefixes
     end: int = 0  # the last slot that any row writes lies before it
-    index: Int[Tensor, "batch length"] | None = None  # None: every row writes at `longest`
+    alike: bool = True  # every row writes at `longest`
+    index: Int[Tensor, "batch length"] | None = None  # where rows write that are not alike
     row: Int[Tensor, "batch 1"] | None = None  # the number of each row, beside `index`
 
 
@@ -156,21 +157,20 @@ class PrefixCache(Cache):
         self.memory = memory = memory or Memory(batch, capacity, fixed=False)
         self.slots = _Slots(memory.capacity, grain)
         self.lengths: Int[ndarray, " batch"] = np.zeros(batch, dtype=np.int64)
-        self.there = torch.from_numpy(self.lengths)  # on the device, since the first `stage`
+        self.there = torch.from_numpy(self.lengths)  # on the device, since the first `locate`
         self.keepable: Int[ndarray, " batch"] | None = None
         super().__init__(layers=[_PrefixLayer(self.slots, memory, i) for i in range(num_layers)])
 
-    def stage(self, queries: Layout, lengths: Int[Tensor, " batch"] | None = None) -> None:
-        """Say what the next forward writes.
+    def stage(self, queries: Layout) -> None:
+        """Say what the next forward writes; on the device `locate` says where.
 
-        queries: on the host. lengths: the cache's own, on the device, if that is another place.
+        queries: on the host.
         Raises: ValueError if it does not fit.
         """
         position = queries.position.numpy()
         batch, num_queries = position.shape
         slots = self.slots
         assert batch == len(self.lengths), f"{batch} rows, but the cache has {len(self.lengths)}"
-        self.there = torch.from_numpy(self.lengths) if lengths is None else lengths
         slots.longest = int(self.lengths.max())
         needed = slots.longest + num_queries
         slots.end = -(-needed // slots.grain) * slots.grain
@@ -184,13 +184,20 @@ class PrefixCache(Cache):
             for layer in self.layers:
                 assert isinstance(layer, _PrefixLayer)
                 layer.grown()
-        differ = bool((self.lengths != slots.longest).any())
-        slots.index = self._places(num_queries) if slots.grain > 1 or differ else None
-        slots.row = self.memory.numbers(batch, self.there.device)[:, None]
+        slots.alike = slots.grain == 1 and bool((self.lengths == slots.longest).all())
         # Only a run of clean tokens that starts in its own place can extend the prefix.
         fit = position == self.lengths[:, None] + np.arange(num_queries)
         fit &= (queries.block.numpy() == CLEAN) & (queries.document.numpy() != PADDING)
         self.keepable = fit.cumprod(axis=1).sum(axis=1)
+
+    def locate(self, lengths: Int[Tensor, " batch"], num_queries: int) -> None:
+        """Say where the staged forward of so many tokens a row writes.
+
+        lengths: the cache's own, on the device; a graph looks at them anew in each replay.
+        """
+        self.there, slots = lengths, self.slots
+        slots.index = None if slots.alike else self._places(num_queries)
+        slots.row = self.memory.numbers(len(lengths), lengths.device)[:, None]
 
     def _places(self, num_queries: int) -> Int[Tensor, "batch length"]:
         """Slots that the next forward's query tokens are written to; on the device."""
@@ -229,7 +236,8 @@ class PrefixCache(Cache):
             layer.select(places, sources, len(rows))
 
     def visible(self, queries: Layout, window: int | None) -> Bool[Tensor, "batch 1 length cache"]:
-        """What masks.visible says of these queries and of `keys_layout`, without its work.
+        """What masks.visible says of these queries and of `keys_layout`, without its work; once
+        they are located.
 
         A prefix is clean and in order: all that a query can see of it ends in one place. Padding
         may see something else, as nobody sees what becomes of it. Other queries are of the

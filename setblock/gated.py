@@ -171,6 +171,19 @@ class MaskEmbedding(torch.nn.Module):
         return with_row(output, args[0] == self.mask_token_id, self.trained)
 
 
+def noisy_part(layout: Layout) -> tuple[int | None, bool]:
+    """(from which token on a gate is told which are noisy, None where none is; Gate.whole).
+
+    layout: on the host.
+    """
+    noisy = layout.block.numpy() != CLEAN
+    if len(noisy) > 1:
+        return (0 if noisy.any() else None), False
+    [line] = noisy.tolist()
+    first = line.index(True) if True in line else None
+    return first, first is not None and all(line[first:])
+
+
 @contextmanager
 def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, Any]]:
     """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
@@ -182,17 +195,8 @@ def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, An
     if gate is None:
         yield peft_offsets(network, layout)
         return
-    noisy, first = layout.block.numpy() != CLEAN, 0
-    if len(noisy) > 1:
-        some = bool(noisy.any())
-    else:
-        [line] = noisy.tolist()
-        some = True in line
-        first = line.index(True) if some else 0
-        gate.whole = all(line[first:])
-    # A tensor of its own: torch.compile would make kernels for each place that a view begins at.
-    noisy = there.block != CLEAN
-    gate.noisy = noisy[:, first:, None].clone() if some else None
+    first, gate.whole = noisy_part(layout)
+    gate.noisy = None if first is None else there.block[:, first:, None] != CLEAN
     try:
         yield {}
     finally:

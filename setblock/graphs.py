@@ -3,14 +3,15 @@
 A replayed forward is one launch, where a model's layers are hundreds and a device may be done with
 a few query tokens before Python is. A graph reads and writes the memory that it was recorded with,
 so the caches of one answer after the other take theirs from here, and what changes from forward to
-forward is copied to where the graph looks for it.
+forward is copied, all at once, to where the graph looks for it: tokens and places. Masks are part
+of the graph.
 """
 
 import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from setblock.cache import Memory, PrefixCache
 from setblock.checkpoint import ModelError
+from setblock.transfer import Host, joined, parted, to_device
 
 GRAIN = 512  # the slots that a forward looks at are rounded up to so many: few shapes, few graphs
 # Of one memory. Further shapes run plainly: to record one takes as long as many forwards, and
@@ -28,13 +30,17 @@ MOST_GRAPHS = 64
 LOOKING = ("dynamic", "longrope")
 
 
+Results = tuple[Tensor, ...]
+Forward = Callable[..., Results]
+
+
 @dataclass
 class Graph:
-    """inputs: the tensors that it reads; result: the one that it writes."""
+    """given: what it reads, as `transfer.joined`; results: the tensors that it writes."""
 
-    inputs: list[Tensor | None]
+    given: Tensor
     replay: Callable[[], None]
-    result: Tensor
+    results: Results
 
 
 @dataclass(eq=False)
@@ -48,17 +54,14 @@ class Recorded:
 
 
 class Graphs:
-    """Runs forwards behind a prompt: the first of each shape plainly, from the second on replayed.
+    """Runs forwards behind a prompt: of each shape the first plainly, from then on replayed."""
 
-    run: `Model._run`, or the same compiled.
-    """
-
-    def __init__(self, network: Any, run: Callable[..., Tensor]) -> None:
+    def __init__(self, network: Any) -> None:
         """Raises: ModelError for a network that can't be recorded."""
         if why := missing(network):
             alone = "; compile 'kernels' goes without them" if on_cuda(network) else ""
             raise ModelError(f"graphs: {why}{alone}")
-        self.network, self.run = network, run
+        self.network = network
         self._free: list[Recorded] = []
         self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
 
@@ -84,57 +87,36 @@ class Graphs:
         return [one for one, rows, slots in sizes if rows >= batch and slots >= capacity]
 
     def __call__(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        mask: Any,
-        cache: PrefixCache,
-        logits_at: Tensor | None,
-        told: dict[str, Any],
-    ) -> Tensor:
-        """As `Model._run`."""
-        gate: Any = getattr(self.network, "setblock_gate", None)
-        masks = mask if isinstance(mask, dict) else {"": mask}
-        noisy = None if gate is None else gate.noisy
-        given = [tokens, position, cache.slots.index, logits_at, noisy, *masks.values()]
-        whole = gate is not None and gate.whole
-        key = (whole, *(None if one is None else one.shape for one in given))
+        self, forward: Forward, given: Sequence[Host], cache: PrefixCache, kind: Any
+    ) -> Results:
+        """What `forward` makes of these whole numbers on the device, behind a staged cache.
+
+        given: on the host. kind: what forwards differ in besides shapes.
+        """
+        device = self.network.device
+        key = kind, cache.slots.end, *(one.shape for one in given)
         recorded = self._of.get(cache)
         if recorded is None:  # made before there were graphs
-            return self.run(tokens, position, mask, cache, logits_at, told)
+            return forward(*to_device(device, *given))
         full = len(recorded.graphs) == MOST_GRAPHS
         if key not in recorded.met or (full and key not in recorded.graphs):
             recorded.met.add(key)
-            return self.run(tokens, position, mask, cache, logits_at, told)
+            return forward(*to_device(device, *given))
         if key not in recorded.graphs:
-            recorded.graphs[key] = self._record(given, list(masks), cache, told)
+            recorded.graphs[key] = self._record(forward, given, recorded)
         graph = recorded.graphs[key]
-        for place, value in zip(graph.inputs, given, strict=True):
-            if place is not None and value is not None:
-                place.copy_(value)
+        graph.given.copy_(joined(given, device), non_blocking=True)
         graph.replay()
-        return graph.result.clone()  # the next replay overwrites it
+        return tuple(one.clone() for one in graph.results)  # the next replay overwrites them
 
-    def _record(
-        self, given: list[Tensor | None], kinds: list[str], cache: PrefixCache, told: dict[str, Any]
-    ) -> Graph:
+    def _record(self, forward: Forward, given: Sequence[Host], recorded: Recorded) -> Graph:
         """The graph of such a forward. Raises: ModelError where one of its steps can't be part."""
-        gate: Any = getattr(self.network, "setblock_gate", None)
-        inputs = [None if one is None else one.clone() for one in given]
-        tokens, position, index, logits_at, noisy, *masks = inputs
-        mask = masks[0] if kinds == [""] else dict(zip(kinds, masks, strict=True))
-
-        def forward() -> Tensor:
-            return self.run(tokens, position, mask, cache, logits_at, told)
-
-        cache.slots.index, before = index, cache.slots.index
-        if gate is not None:
-            gate.noisy = noisy
-        recorded = self._of[cache]
+        flat = joined(given, self.network.device).to(self.network.device)
+        parts = parted(flat, given)
         recorded.pool = recorded.pool or new_pool()
         outer = sys.exception()  # what the caller is handling has no part in it
         try:
-            replay, result = record(forward, recorded.pool, self.network.device)
+            replay, results = record(lambda: forward(*parts), recorded.pool, flat.device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -146,9 +128,7 @@ class Graphs:
             raise ModelError(
                 f"graphs: a forward of {self.network.config.model_type} can't be recorded: {first}"
             ) from error
-        finally:
-            cache.slots.index = before
-        return Graph(inputs, replay, result)
+        return Graph(flat, replay, results)
 
 
 def missing(network: Any) -> str | None:
@@ -184,9 +164,9 @@ def beside(device: torch.device) -> Any:
 
 
 def record(
-    function: Callable[[], Tensor], pool: Any, device: torch.device
-) -> tuple[Callable[[], None], Tensor]:
-    """(what runs the same kernels again, on the same memory; the tensor that they write)."""
+    function: Callable[[], Results], pool: Any, device: torch.device
+) -> tuple[Callable[[], None], Results]:
+    """(what runs the same kernels again, on the same memory; the tensors that they write)."""
     with torch.cuda.device(device):
         # Once beside: what libraries and torch.compile make at a first call can't be recorded.
         stream = beside(device)
@@ -199,6 +179,6 @@ def record(
         # none of theirs be part of a graph.
         torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(graph, pool=pool):
-            result = function()
+            results = function()
         torch._C._cuda_clearCublasWorkspaces()
-    return graph.replay, result
+    return graph.replay, results

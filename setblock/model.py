@@ -5,6 +5,7 @@ transformers' own: masks and positions are handed in, no class is copied. `loadi
 Model out of a name.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ class Model:
         chain = adapters.chain_of(network)
         self.chain = chain if getattr(network, "setblock_gate", None) is not None else None
         self.packed = False  # whether pack() was called
-        self._compiled: Any = None  # of `_run`, once compile() was called
+        self._compiled: Any = None  # `_run` in kernels, once compile() made them
         self._graphs: Graphs | None = None  # likewise, on CUDA
         # Told of each forward with a cache: each row's tokens in it, the queries, a row's logits.
         self.watch: Callable[[list[int], Layout, int], None] | None = None
@@ -134,7 +135,7 @@ class Model:
     @property
     def compiled(self) -> bool:
         """Whether compile() was called."""
-        return self._compiled is not None
+        return self._compiled is not None or self._graphs is not None
 
     def new_cache(self, batch: int, capacity: int) -> PrefixCache:
         """An empty cache for `batch` rows of up to `capacity` tokens, a forward's own included."""
@@ -181,29 +182,53 @@ class Model:
         """
         some = tokens[0, :0] if logits_at is None else logits_at
         lengths = tokens[:0, 0] if cache is None else cache.lengths
-        tokens, *places, lengths, picked = to_device(
-            self.device, tokens, *layout.tensors(), lengths, some
-        )
-        logits_at = None if logits_at is None else picked
-        queries = Layout(*places)
-        position, run = queries.position, self._run
-        if cache is None:
-            mask = attention_mask(self.network, queries, queries, self._windows)
-        else:
+        given = tokens, *layout.tensors(), lengths, some
+        run, replayed = self._run, None
+        if cache is not None:
             wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
                 self.watch(cache.lengths.tolist(), layout, wanted)
-            if self._compiled is not None and wanted and tokens.shape[1] <= MOST_COMPILED:
-                run = self._compiled if int(cache.lengths.min()) else run
-            if run is self._compiled and self._graphs is None and self.device.type != "cpu":
-                # Tensors of their own: kernels are made for each place that a view begins at.
-                tokens, position, logits_at = tokens.clone(), position.clone(), picked.clone()
-            cache.stage(layout, lengths)
+            if wanted and tokens.shape[1] <= MOST_COMPILED and cache.lengths.min() > 0:
+                run, replayed = self._compiled or self._run, self._graphs
+            cache.stage(layout)
+        whole = logits_at is None
+        forward = functools.partial(self._there, run, layout, cache, whole)
+        if cache is None or replayed is None:
+            return forward(*to_device(self.device, *given))
+        kind = whole, gated.noisy_part(layout) if self.gated else None
+        logits, context = replayed(forward, given, cache, kind)
+        return logits, context
+
+    def _there(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        layout: Layout,
+        cache: PrefixCache | None,
+        whole: bool,
+        tokens: Int[Tensor, "batch length"],
+        position: Int[Tensor, "batch length"],
+        horizon: Int[Tensor, "batch length"],
+        block: Int[Tensor, "batch length"],
+        document: Int[Tensor, "batch length"],
+        lengths: Int[Tensor, " batch_or_none"],
+        picked: Int[Tensor, " some"],
+    ) -> tuple[Float[Tensor, "batch picked vocab"], Float[Tensor, "batch picked width"]]:
+        """The part of `forward_to_draft` that is the device's, where `tokens` and those after it
+        are.
+
+        run: `_run`, or the same compiled. whole: logits of all tokens are wanted, not of some.
+        """
+        queries = Layout(position, horizon, block, document)
+        if run is self._compiled and self.device.type != "cpu":
+            # Tensors of their own: kernels are made for each place that a view begins at.
+            tokens, position, picked = tokens.clone(), position.clone(), picked.clone()
+        if cache is None:
+            mask = attention_mask(self.network, queries, queries, self._windows)
+        else:
+            cache.locate(lengths, tokens.shape[1])
             mask = decoding_mask(self.network, queries, cache, self._windows)
         with gated.opened(self.network, layout, queries) as told:
-            output = run(tokens, position, mask, cache, logits_at, told)
-        width = 0 if self.chain is None else self.chain.width
-        return output[..., : output.shape[-1] - width], output[..., output.shape[-1] - width :]
+            return run(tokens, position, mask, cache, None if whole else picked, told)
 
     def _run(
         self,
@@ -213,7 +238,7 @@ class Model:
         cache: PrefixCache | None,
         logits_at: Int[Tensor, " picked"] | None,
         told: dict[str, Any],
-    ) -> Float[Tensor, "batch picked vocab_and_width"]:
+    ) -> tuple[Float[Tensor, "batch picked vocab"], Float[Tensor, "batch picked width"]]:
         """The part of `forward_to_draft` that is the network's."""
         given = {
             "input_ids": tokens,
@@ -226,13 +251,14 @@ class Model:
         if self.chain is None:
             picked = 0 if logits_at is None else logits_at
             logits = self.network(**given, logits_to_keep=picked).logits.float()
+            context = logits[..., :0]
         else:
             hidden = self.network.get_decoder()(**given).last_hidden_state
             hidden = hidden if logits_at is None else hidden[:, logits_at]
-            logits = self.network.get_output_embeddings()(hidden)
-            logits = torch.cat([logits, self.chain.context(hidden)], dim=-1).float()
+            logits = self.network.get_output_embeddings()(hidden).float()
+            context = self.chain.context(hidden).float()
         logits[..., self.mask_token_id] = -torch.inf
-        return logits
+        return logits, context
 
     def pack(self) -> None:
         """Lay out the linear layers' weights in the order that a CPU's kernels compute in.
@@ -258,16 +284,14 @@ class Model:
         """
         if how not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
-        run = self._run
         if how != "graphs":
             if why := kernels.missing(self.device):
                 raise ModelError(why)
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
-            run = kernels.compiled(self._run)
+            self._compiled = kernels.compiled(self._run)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
-            run = self._graphs = Graphs(self.network, run)
-        self._compiled = run
+            self._graphs = Graphs(self.network)
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on such a machine."""

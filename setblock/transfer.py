@@ -6,13 +6,19 @@ A copy to the device waits for nothing. One to the host waits until the device h
 and is the only thing in a step that does.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor
 
+Host = ndarray | Tensor  # numbers of the host
 
-def to_device(device: torch.device, *given: ndarray | Tensor) -> tuple[Tensor, ...]:
+
+def to_device(device: torch.device, *given: Host) -> tuple[Tensor, ...]:
     """These whole numbers or truth values as tensors on the device; tensors there stay.
 
     On a CPU they share an array's memory.
@@ -22,14 +28,26 @@ def to_device(device: torch.device, *given: ndarray | Tensor) -> tuple[Tensor, .
     if device.type == "cpu":
         return tuple(one if isinstance(one, Tensor) else torch.from_numpy(one) for one in given)
     arrays = [np.asarray(one) for one in given]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
-    if device.type == "cuda":  # else the copy would wait for what the device does
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    parts = parted(joined(arrays, device).to(device, non_blocking=True), arrays)
     return tuple(
-        part.view(array.shape).bool() if array.dtype == bool else part.view(array.shape)
+        part.bool() if array.dtype == bool else part
         for part, array in zip(parts, arrays, strict=True)
     )
+
+
+def joined(given: Sequence[Host], device: torch.device) -> Int[Tensor, " numbers"]:
+    """All of these numbers of the host in one tensor, from where a copy to the device waits for
+    nothing.
+    """
+    arrays = [np.asarray(one).ravel() for one in given]
+    flat = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
+    return flat.pin_memory() if device.type == "cuda" else flat
+
+
+def parted(flat: Int[Tensor, " numbers"], given: Sequence[Host]) -> tuple[Int[Tensor, "..."], ...]:
+    """Views of what `joined` made of these, in their shapes."""
+    parts = flat.split([math.prod(one.shape) for one in given])
+    return tuple(part.view(one.shape) for part, one in zip(parts, given, strict=True))
 
 
 def to_host(*tensors: Tensor) -> tuple[ndarray, ...]:

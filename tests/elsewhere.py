@@ -119,7 +119,7 @@ def elsewhere(model: Model, monkeypatch: Any) -> Iterator[Count]:
     """Within, the model's network is on another device."""
     count, run, device_of = Count(), model._run, machines.device_of
 
-    def beyond(tokens: Any, position: Any, mask: Any, cache: Any, at: Any, told: Any) -> Tensor:
+    def beyond(tokens: Any, position: Any, mask: Any, cache: Any, at: Any, told: Any) -> Any:
         given = (tokens, position, mask, at)
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         tensors += [one for one in (cache.slots.index, cache.slots.row) if one is not None]
@@ -132,9 +132,9 @@ def elsewhere(model: Model, monkeypatch: Any) -> Iterator[Count]:
             if gate is not None:
                 gate.noisy = here(gate.noisy)
             tokens, position, mask, at = here(given)
-            logits = run(tokens, position, mask, cache, at, told)
+            results = run(tokens, position, mask, cache, at, told)
             _keep(cache, there)
-            return there(logits)
+            return there(results)
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "_run", beyond)

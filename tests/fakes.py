@@ -80,7 +80,7 @@ class TableModel(Model):
         self.base = None
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.packed = False
-        self.chain = self._compiled = None
+        self.chain = self._compiled = self._graphs = None
         self.weight_bytes = next_token.nbytes + noisy.nbytes
         self.num_parameters = next_token.numel() + noisy.numel()
         self.special_tokens = ("<mask>", "<eos>", "<bos>")

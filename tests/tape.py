@@ -41,8 +41,8 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record(function: Callable[[], torch.Tensor]):
+def record(function: Callable[[], tuple[torch.Tensor, ...]]):
     tape = Tape()
     with tape:
-        result = function()
-    return tape.replay, result
+        results = function()
+    return tape.replay, results

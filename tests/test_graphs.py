@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import gated_adapter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from setblock import generate, graphs, load, roofline
 from setblock.graphs import GRAIN, MOST_GRAPHS
 from setblock.kernels import looked_at_again
-from setblock.masks import causal_layout
+from setblock.masks import causal_layout, decoding_layout
 from setblock.model import Model, ModelError
 
 PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8, 3, 3, 9], [6] * 5]
@@ -68,6 +69,42 @@ def test_the_rest_of_a_network_is_left_to_the_graph(checkpoint, simulated_graphs
     assert len(ran) == 1
     assert found[0].nfe == 8
     assert len(simulated_graphs) == 1
+
+
+class Launches(TorchDispatchMode):
+    """Operations on tensors that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_replayed_forward_takes_a_copy_and_what_keeps_its_results(
+    checkpoint, simulated_graphs, kind
+):
+    """Masks and places, of layers of every kind, are part of the graph."""
+    model = load(checkpoint(kind), compile="graphs")
+    cache = model.new_cache(2, 40)
+    cache.lengths = np.array([4, 7])
+    position = cache.lengths[:, None] + np.arange(3)
+    layout = decoding_layout(position, cache.lengths + 1, cache.lengths + 3)
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    found = [model.forward(tokens, layout, cache) for _ in range(2)]
+    [recorded] = model._graphs._of.values()  # type: ignore[union-attr]
+    [graph] = recorded.graphs.values()
+    replays = []
+    graph.replay = lambda: replays.append(1)
+    with Launches() as launches:
+        found.append(model.forward(tokens, layout, cache))
+    assert launches.names == ["copy_", "clone", "clone"]
+    assert replays == [1]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 # peft asks for it on every wrap.
@@ -163,7 +200,7 @@ def test_a_longer_text_takes_the_place_of_all(checkpoint, simulated_graphs, monk
             assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         assert (len(simulated_graphs) > before) == (length > 6 or before == 0)
         [free] = model._graphs._free  # type: ignore[union-attr]
-        assert all(graph.inputs for graph in free.graphs.values())
+        assert all(len(graph.given) for graph in free.graphs.values())
 
 
 LOOKS: dict[str, Any] = {

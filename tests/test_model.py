@@ -251,6 +251,7 @@ def test_keys_layout_places_prefix_queries_and_padding(checkpoint):
     start, end = torch.tensor([3, 2]), torch.tensor([5, 2])  # a block of 2; one clean token
     queries = decoding_layout(position, start, end)
     cache.stage(queries)
+    cache.locate(torch.from_numpy(cache.lengths), 2)
     keys = cache.keys_layout(queries)
     assert keys.position.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
     assert keys.block.tolist() == [[CLEAN, CLEAN, CLEAN, 3, 3], [CLEAN] * 5]
@@ -286,6 +287,7 @@ def test_what_is_visible_behind_a_cache_is_the_rule_over_all_of_its_keys(
         last = first + np.arange(2, 2 - branches, -1)  # its last token is padding
         queries = queries.cat(masks.branches_layout(first, last, 2))
     cache.stage(queries)
+    cache.locate(torch.from_numpy(cached), queries.position.shape[1])
     found = cache.visible(queries, window)
     expected = masks.visible(queries, cache.keys_layout(queries), window)
     assert found.shape == expected.shape
