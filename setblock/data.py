@@ -6,6 +6,7 @@ messages too. Only completions and assistant turns have a loss.
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets, load_dataset
 from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template
+
+from setblock.conversations import check_roles
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,9 +80,12 @@ def load_rows(
             elif path.exists():
                 raise ValueError(f"not one of {', '.join(SUFFIXES)}")
             else:
+                log.warning("no file %s here: asking the Hugging Face hub for it", name)
                 dataset = load_dataset(*name.split(":", 1), split=split)
         except Exception as error:  # every reader and the hub raise classes of their own
-            raise ValueError(f"can't read data {name!r}: {' '.join(str(error).split())}") from error
+            sought = "" if path.exists() else "there is no such file here, and from the hub: "
+            why = " ".join(str(error).split())
+            raise ValueError(f"can't read data {name!r}: {sought}{why}") from error
         if not len(dataset):
             raise ValueError(f"{name} holds no rows")
         old = {new: name for name, new in renamed.items() if name in dataset.column_names}
@@ -214,6 +222,10 @@ def _render(
     tokenizer: Any, messages: list[dict[str, Any]], where: str, tokenize: bool = False, **more: Any
 ) -> Any:
     """The conversation in the tokenizer's chat template, whose errors name the place."""
+    try:
+        check_roles(tokenizer.chat_template, messages)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     try:
         return tokenizer.apply_chat_template(messages, tokenize=tokenize, **more)
     except (TemplateError, ValueError, TypeError) as error:

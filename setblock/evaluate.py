@@ -292,9 +292,11 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
             name,
             *([] if len(counts) == 1 else [str(line["n"])]),
             *_score_cells(line),
-            f"{line['tokens_per_forward']:.2f}",
+            "-" if line["task"] == PERPLEXITY else f"{line['tokens_per_forward']:.2f}",
             f"{line['wall_s']:.1f}",
         )
+    if any(line["task"] == PERPLEXITY for line in results):
+        shown.caption = "score: perplexity per token, the lower the better; nothing is decoded"
     return shown
 
 

@@ -11,10 +11,14 @@ def write_whole(path: Path, text: str) -> None:
 
     A link stays one: the file that it leads to is written.
     """
-    path = path.resolve()
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    place = path.resolve()
+    fresh = place.with_name(f"{place.name}.new")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(place)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # what was asked for
+        raise
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, Any]]:

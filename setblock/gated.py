@@ -33,6 +33,7 @@ from setblock.masks import CLEAN, Layout
 from setblock.shared import Once, groups
 
 FEW = 32  # tokens of a forward
+INSTALL = "pip install '.[smollm2]' in the checkout, or make setup"
 
 
 @dataclass
@@ -252,7 +253,10 @@ def put_on(
 
 def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
     """The network in peft's layers, with the adapter's weights in them."""
-    from peft import LoraConfig, PeftConfig, PeftModel
+    try:
+        from peft import LoraConfig, PeftConfig, PeftModel
+    except ModuleNotFoundError as error:
+        raise ImportError(f"an adapter needs the package {error.name}: {INSTALL}") from None
 
     with warnings.catch_warnings():
         # peft asks a network for a name that transformers is giving up.

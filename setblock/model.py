@@ -29,6 +29,7 @@ from setblock import (
 from setblock.architectures import attention_mask, check_architecture, decoding_mask, windows_of
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
+from setblock.conversations import check_roles, ending_of
 from setblock.graphs import Graphs
 from setblock.masks import Layout
 from setblock.transfer import to_device
@@ -362,7 +363,8 @@ class Model:
         """The conversation in the chat template, up to where the model speaks; it goes on with a
         last message that is its own.
 
-        Raises: ModelError without a template, for what are no messages, or a template's refusal.
+        Raises: ModelError without a template, for what are no messages, an unknown role, or a
+        template's refusal.
         """
         if self.tokenizer.chat_template is None:
             raise ModelError(f"{self.name} has no chat template; only plain prompts work")
@@ -373,6 +375,10 @@ class Model:
                     f"message {number} must have a role and a content, both text, and nothing "
                     f"else, got {turn!r}"
                 )
+        try:
+            check_roles(self.tokenizer.chat_template, turns)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -394,14 +400,6 @@ class Model:
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
-
-
-def ending_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How a chat template is to end: with the model's cue, or open behind a last turn of its own,
-    for the model to go on with. The arguments of `apply_chat_template`.
-    """
-    own = bool(turns) and turns[-1]["role"] == "assistant"
-    return {"add_generation_prompt": not own, "continue_final_message": own}
 
 
 def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:

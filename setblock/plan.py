@@ -8,8 +8,10 @@ that drives it. What it yields is an assumption, or was measured: `tokens_per_fo
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from setblock.checkpoint import BUNDLED, checked_settings, read_settings
 from setblock.machines import MODELS
 from setblock.roofline import (
     DISPATCH_S,
@@ -21,6 +23,12 @@ from setblock.roofline import (
 )
 
 LARGEST_BATCH = 1024
+
+
+def acceptance_of(name: str) -> float | None:
+    """Of drafted tokens, as a MODEL on this machine says it of itself; None where none does."""
+    place = BUNDLED.get(name, Path(name))
+    return checked_settings(read_settings(str(place))).get("acceptance") if place.is_dir() else None
 
 
 @dataclass(frozen=True)

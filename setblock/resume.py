@@ -17,20 +17,30 @@ LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.jso
 PREFIX = "checkpoint-"
 
 
+def left_in(folder: Path) -> list[str]:
+    """What a run has left there, by name; of checkpoints one where there is nothing else."""
+    left = [name for name in LEFT if (folder / name).exists()]
+    return left or [one.name for one in _checkpoints(folder)[:1]]
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    found = [one for one in folder.glob(f"{PREFIX}*") if one.name[len(PREFIX) :].isdecimal()]
+    return sorted(found, key=lambda one: int(one.name[len(PREFIX) :]), reverse=True)
+
+
 def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint of a run to go on with, None for a new run.
 
     say: told of newer ones that a stop cut short.
     Raises: ValueError if there is none to go on from, or for a new run in a folder that holds one.
     """
-    found = [one for one in folder.glob(f"{PREFIX}*") if one.name[len(PREFIX) :].isdecimal()]
-    found.sort(key=lambda one: int(one.name[len(PREFIX) :]), reverse=True)
+    found = _checkpoints(folder)
     if not resume:
-        left = [name for name in LEFT if (folder / name).exists()]
-        if found or left:
+        if left := left_in(folder):
             raise ValueError(
-                f"{folder} holds an earlier run ({', '.join(left) or found[0]}): go on with "
-                "--resume, or choose another output folder"
+                f"{folder} holds an earlier run ({', '.join(left)}): go on with --resume, or "
+                "choose another output folder"
             )
         return None
     if not found:

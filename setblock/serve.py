@@ -28,9 +28,10 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from setblock.conversations import check_roles, ending_of
 from setblock.engine import Engine, Failed, State, why
 from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
-from setblock.model import Model, ending_of
+from setblock.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,10 @@ class Served:
         """The ids of a conversation, up to where the model speaks, as the handlers take them."""
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
         tokenizer = self.model.tokenizer
+        try:
+            check_roles(tokenizer.chat_template, conversation)
+        except ValueError as error:
+            raise Refused("messages", f"are refused: {error}") from None
         try:
             text = str(
                 tokenizer.apply_chat_template(

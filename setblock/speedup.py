@@ -16,7 +16,7 @@ from setblock.files import write_whole
 from setblock.finetune import check_beside_own, finetune, fitting, make_up_prompts
 from setblock.loading import load
 from setblock.model import Model
-from setblock.resume import OWN_FOLDER, PREFIX
+from setblock.resume import OWN_FOLDER, PREFIX, left_in
 from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item
 from setblock.watch import prompts_of
@@ -59,7 +59,18 @@ def learn(
     config = parse_config(run, words)  # what is wrong in the words, before minutes of prompts
     most = run.own_prompts if len(run.data) == 1 and run.own_prompts else None
     _check_number(held_out, most)
+    files = [run.output_dir / OWN_FOLDER / name for name in (LEARNED, HELD_OUT)]
+    if not files[0].exists() and (left := left_in(run.output_dir)):
+        raise ValueError(
+            f"{run.output_dir} holds a run of another command ({', '.join(left)}): choose another "
+            "output folder"
+        )
     model = load(run.model, "bfloat16" if config.bf16 else "float32", config.device, pack=None)
+    if model.trained:
+        say(
+            f"{model.name} is trained for set block decoding already; speeds here are over its "
+            "token by token"
+        )
     if run.own_prompts:
         check_beside_own(run)
         make_up_prompts(run, model, config.seed, say)
@@ -68,7 +79,6 @@ def learn(
     rows = load_rows(run.files, *names, run.limit, prompts_only=True, own=own)
     rows = fitting(rows, model, run, config, "the data", say)
     del model
-    files = [run.output_dir / OWN_FOLDER / name for name in (LEARNED, HELD_OUT)]
     for file, prompts in zip(files, _parted(rows["prompt"], held_out), strict=True):
         _write(file, prompts)
     part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}

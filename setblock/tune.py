@@ -346,7 +346,7 @@ def _describe(one: Candidate) -> dict[str, Any]:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """A setting in a few words: "sbd entropy:0.1 16", "verified 3, 1 branch, lookup 8"."""
+    """A setting in a few words, such as "verified, blocks of 3, 1 branch, lookup 8"."""
     if settings["mode"] == "ntp":
         return "ntp"
     branches, seeds = settings.get("branches"), settings.get("seeds")
@@ -355,7 +355,8 @@ def words(settings: Mapping[str, Any]) -> str:
     lookup = f"lookup {settings['lookup']}" if verified and settings.get("lookup") else ""
     if lookup and settings["block_size"] == 1:
         return f"{settings['mode']}, {lookup} alone"
-    said = " ".join(str(one) for one in (settings["mode"], solver, settings["block_size"]) if one)
+    said = f"{settings['mode']} {solver}" if solver else settings["mode"]
+    said += f", blocks of {settings['block_size']}"
     for name, plural, count in (("branch", "branches", branches), ("seed", "seeds", seeds)):
         said += f", {count} {name if count == 1 else plural}" if count else ""
     return f"{said}, {lookup}" if lookup else said

@@ -1,6 +1,7 @@
 """Gated adapters: noisy tokens alone feel them, in training and in decoding."""
 
 import copy
+import sys
 import warnings
 from typing import Any
 
@@ -384,3 +385,13 @@ def test_products_of_16_bits_are_left_to_the_compiler(checkpoint, tmp_path, monk
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     model.compile("kernels")
     assert {part.up.dtype for part in parts} == {torch.bfloat16}
+
+
+def test_without_peft_it_is_told_how_to_get_it(checkpoint, tmp_path, monkeypatch):
+    base = load(checkpoint("llama"))
+    gated_adapter(base, tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ModelError, match=r"an adapter needs the package peft: pip install '\.\[smo"
+    ):
+        load(tmp_path)

@@ -527,8 +527,7 @@ def test_info(run, checkpoint, as_json):
     rows = [line.split(None, 1) for line in result.out.splitlines()]
     shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
     assert {name: shown[name] for name in facts} == {
-        name: {"acceptance": "0.90", "base": "-", "adapter": "-"}.get(name, str(value))
-        for name, value in facts.items()
+        name: {"acceptance": "0.90"}.get(name, str(value)) for name, value in facts.items()
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from conftest import api, copied
+from safetensors import SafetensorError
 
 from setblock import cli, generation
 
@@ -32,7 +33,7 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt-ids", "1", "--chat"], "token ids are used as they are"),
         (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids exclude each other"),
         (["--prompt", "a" * 300], "exceeds the model's context of 256 tokens"),
-        (["--prompt", "a\udcff"], "surrogates not allowed"),
+        (["--prompt", "a\udcff"], "the prompt is not UTF-8: byte 0xff behind 1 char"),
         (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--prompt-file", "/"], "Is a directory"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
@@ -219,8 +220,26 @@ def full_disk(*words: Any, **options: Any) -> None:
 def test_a_full_disk(run, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", full_disk)
     words = ["--task", "lists", "--limit", "1", "--json", *SHORT]
-    result = run("evaluate", trained, *words, "--out", tmp_path / "record.json")
-    assert (result.code, result.error) == (1, "No space left on device")
+    file = tmp_path / "record.json"
+    result = run("evaluate", trained, *words, "--out", file)
+    assert (result.code, result.error) == (1, f"No space left on device: '{file}'")
+
+
+def test_a_disk_too_full_for_weights(run, trained, tmp_path, monkeypatch):
+    def full(*words: Any, **options: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    result = run("export", trained, tmp_path / "out")
+    assert result.code == 1
+    assert result.error.startswith("can't write the weights: I/O error: No space left on device")
+
+
+def test_a_file_where_a_folder_is_to_be(run, trained, tmp_path):
+    (tmp_path / "here").write_text("")
+    words = ["--task", "lists", "--limit", "1", *SHORT]
+    error = run("evaluate", trained, *words, "--out", tmp_path / "here" / "record.json").error
+    assert error == f"'{tmp_path}/here' is a file, not a folder"
 
 
 @pytest.mark.parametrize("place", ["/proc/record.json", "/dev/null/record.json"])

@@ -245,7 +245,10 @@ def test_evaluate_perplexity(run, trained, checkpoint, tmp_path, monkeypatch):
     for line in lines:
         assert (line["n"], line["mode"], line["settings"]["window"]) == (3, "ntp", 256)
         assert line["interval"][0] < line["score"] < line["interval"][1]
-    assert run("evaluate", trained, other, *words, "--data", data, "--resume").code == 0
+    shown = run("evaluate", trained, other, *words, "--data", data, "--resume")
+    assert shown.code == 0
+    assert shown.out.count(" - ") == 2, "tokens per forward: nothing is decoded"
+    assert "score: perplexity per token" in shown.out
     before = data.read_text()
     data.write_text(before.replace("text ", "word "))
     again = run("evaluate", trained, other, *words, "--data", data, "--resume")

@@ -31,6 +31,17 @@ def test_roofline_of_another_model_and_machine(run):
     assert "qwen3-8b on l4" in shown
 
 
+def test_the_checkpoint_s_own_acceptance_is_assumed(run, checkpoint):
+    folder = checkpoint("llama", settings={"trained": True, "acceptance": 0.9})
+    for model, acceptance, whose in (
+        (folder, 0.9, f"0.9 of the drafted tokens accepted ({folder}'s own; --acceptance)"),
+        ("llama-3.1-8b", 0.8, "0.8 of the drafted tokens accepted (--acceptance)"),
+    ):
+        words = ["plan", model, "--device", "h100"]
+        assert run(*words, "--json").json["assumptions"]["acceptance"] == acceptance
+        assert whose in " ".join(run(*words).out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

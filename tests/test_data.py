@@ -236,6 +236,21 @@ def test_conversations_that_the_template_refuses_are_named_by_line(tmp_path, kin
         prepare(load_rows([file]), picky)
 
 
+@pytest.mark.parametrize("kind", ["messages", "pairs"])
+def test_a_misspelt_role_is_refused(tmp_path, kind):
+    """Many templates take any, and an answer would have no loss."""
+    talk = [TALK[0], {**TALK[1], "role": "Assistant"}, *TALK[:2]]
+    rows = {
+        "messages": [{"messages": TALK}, {"messages": talk}],
+        "pairs": [{"prompt": some[:-1], "completion": some[-1:]} for some in (TALK, talk)],
+    }
+    data = load_rows([write(tmp_path / "rows.jsonl", rows[kind])])
+    said = r"rows\.jsonl:2: message 1 has the role 'Assistant', which is none of system, .* names"
+    with pytest.raises(ValueError, match=said):
+        prepare(data, tokenizer())
+    prepare(data, tokenizer("{# 'Assistant' is one, too #}" + TEMPLATE))
+
+
 class Marking:
     """A tokenizer that puts 0 before the first word of a text, as some do."""
 

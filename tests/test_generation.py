@@ -314,6 +314,7 @@ def test_the_model_goes_on_with_a_last_message_of_its_own(checkpoint):
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 5}], "prompt 0: message 1"),
         ([{"role": "user", "content": "a", "name": "b"}], r"nothing else, got \{'role': 'user', "),
         (["a", [{"role": "user", "content": "a"}, 5]], "prompt 1 must be a text, a list of messa"),
+        ([{"role": "User", "content": "a"}], "message 0 has the role 'User', which is none of sys"),
         (["a", 5], "prompt 1 must be a text, a list of messages or a list of token ids, got 5"),
         (["a", None], "prompt 1 must be a text, .* or a list of token ids, got None"),
         ([5, 6], "got 5; one prompt of ids goes in a list too"),

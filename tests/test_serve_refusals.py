@@ -201,6 +201,11 @@ def test_a_prompt_that_leaves_no_room(address, nano):
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content must be"),
         (
             "chat/completions",
+            {"messages": [{"role": "bogus", "content": "a"}]},
+            "messages are refused: message 0 has the role 'bogus', which is none of system, ",
+        ),
+        (
+            "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content must be a text or a list of parts of type text",
         ),
@@ -285,7 +290,7 @@ def test_a_template_that_refuses_a_role(checkpoint):
     model = load(checkpoint("llama"))
     model.tokenizer.chat_template = "{{ raise_exception('only users speak') }}"
     with serving(build(model, "strict")) as place:
-        body = {"messages": [{"role": "robot", "content": "hi"}]}
+        body = {"messages": [{"role": "tool", "content": "hi"}]}
         error = refused(place, body, "chat/completions")
         assert error["message"] == "messages do not fit the chat template: only users speak"
         assert error["param"] == "messages"

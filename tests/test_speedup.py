@@ -13,6 +13,7 @@ import torch
 from trainings import run, write
 
 from setblock.cli import speeding
+from setblock.cli.speeding import DECIDED
 from setblock.config import SBDConfig
 from setblock.evaluate import evaluate
 from setblock.generation import generate
@@ -104,6 +105,15 @@ def test_one_command(words, prompts, checkpoint, tmp_path, monkeypatch, capsys) 
     assert json.loads(capsys.readouterr().out) == record, "nothing is left to do"
 
 
+def test_the_folder_of_another_command(words, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "fast" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words)
+    left = f"{tmp_path / 'fast'} holds a run of another command (checkpoint-3): choose another out"
+    assert left in capsys.readouterr().err
+    assert [one.name for one in (tmp_path / "fast").iterdir()] == ["checkpoint-3"]
+
+
 def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     """The model makes them up; what is wrong is told before that."""
     chooses()
@@ -113,16 +123,24 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, "speedup", *words, "--lerning-rate", "1")
     assert "did you mean --learning-rate" in capsys.readouterr().err
+    for option, why in DECIDED.items():
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "speedup", *words, f"--{option}", "1")
+        assert f"--{option} is no option of speedup: {why}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words, "--decode-every", "1")
+    assert "--decode-every is no option of speedup: `setblock train` ta" in capsys.readouterr().err
     assert not folder.exists()
     run(monkeypatch, "speedup", *words)
-    out = capsys.readouterr().out
+    out = (first := capsys.readouterr()).out
     where = "timed on 1 of the prompts held out"
-    said = f"{folder} says what nano says, 1.75 times as fast, {where}\n"
+    said = f"{folder} says what nano says, 1.75 times as fast as token by token, {where}\n"
     assert f"{said}now: setblock serve {folder}\n" in out
     run(monkeypatch, "speedup", *words)
     again = capsys.readouterr()
     assert again.out == out
     assert "finished already; what" in again.err
+    assert "nano is trained for set block decoding already; speeds here are over" in first.err
     lines = (folder / "_run" / "prompts.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt"] for line in lines}) == 6
     assert len((folder / "_run" / "learned.jsonl").read_text().splitlines()) == 4
@@ -130,7 +148,8 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     assert (model.defaults["mode"], model.acceptance) == ("verified", 0.7)
     assert model.drafting == {"block_size": 3, "branches": 1, "seeds": 0, "lookup": 8}
     card = (folder / "README.md").read_text()
-    assert "on prompts held out, verified 3, 1 branch, lookup 8: 1.75 times as\nfast as" in card
+    chosen = "verified, blocks of 3, 1 branch, lookup 8: 1.75 times as\nfast as"
+    assert f"on prompts held out, {chosen}" in card
     assert f'setblock generate {folder.name} --chat --prompt "..."' in card
     assert "measures how many of its drafts" not in card
 
@@ -157,8 +176,9 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     assert "rounding: verified, whose text differs" in out
     assert "acceptance of drafted tokens: 0.70, was 0.60\n" in out
     card = (tmp_path / "fast" / "README.md").read_text()
-    assert "verified 3, 1 branch, lookup 8: 1.75 times as\nfast as token by token (" in card
-    assert ", batch size 1). `setblock tune" in card
+    chosen = "verified, blocks of 3, 1 branch, lookup 8: 1.75 times as\nfast as"
+    assert f"{chosen} token by token (" in card
+    assert ", batch size 1, timed on 1 prompt of up to 6 new tokens). `setblock tune" in card
     assert "It decodes token by token" not in card
     assert load(tmp_path / "fast").defaults["mode"] == "verified"
 

@@ -370,15 +370,19 @@ def test_words():
     nothing: dict = dict.fromkeys(tune.NAMES)
     assert words(nothing | {"mode": "ntp", "block_size": 4}) == "ntp"
     sbd = {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
-    assert words(nothing | sbd) == words(sbd) == "sbd fixed:2 4"
+    assert words(nothing | sbd) == words(sbd) == "sbd fixed:2, blocks of 4"
     drafted = {"mode": "verified", "solver": "fixed:2", "block_size": 3}
-    assert words(drafted) == "verified 3"
-    assert words(drafted | {"branches": 1, "seeds": 0}) == "verified 3, 1 branch"
-    assert words(drafted | {"branches": 2, "seeds": 1}) == "verified 3, 2 branches, 1 seed"
+    assert words(drafted) == "verified, blocks of 3"
+    assert words(drafted | {"branches": 1, "seeds": 0}) == "verified, blocks of 3, 1 branch"
+    assert (
+        words(drafted | {"branches": 2, "seeds": 1}) == "verified, blocks of 3, 2 branches, 1 seed"
+    )
     copied = drafted | {"branches": 1, "lookup": 8}
-    assert words(copied) == "verified 3, 1 branch, lookup 8"
+    assert words(copied) == "verified, blocks of 3, 1 branch, lookup 8"
     assert words(copied | {"block_size": 1}) == "verified, lookup 8 alone"
-    assert words(sbd | {"lookup": 8}) == "sbd fixed:2 4", "where the checkpoint has it for verified"
+    assert words(sbd | {"lookup": 8}) == "sbd fixed:2, blocks of 4", (
+        "where the checkpoint has it for verified"
+    )
 
 
 def test_items_needed():
@@ -422,7 +426,7 @@ def test_command(run, checkpoint, tmp_path, judge, capsys):
     assert record["request"]["longest"] == 16
     assert load(folder).defaults["block_size"] != 16, "written since, and of no matter for this run"
     shown = run("tune", *words, "--resume").out
-    before = "verified 3, 2 branches, 1 seed, lookup 4"
+    before = "verified, blocks of 3, 2 branches, 1 seed, lookup 4"
     assert f"written into {folder}/generation_config.json, where it was {before}" in shown
     assert "times fewer forwards than token by token" in shown
     assert f"chosen: sbd {line['chosen']['solver']}" in shown

@@ -192,7 +192,9 @@ def generate(
         err.print(f"the answer is empty: {model.name} ended its turn at once", style="yellow")
     tokens, nfe = generation.num_tokens, generation.nfe
     if show_steps and any(place >= tokens for one in steps for place, _ in one.drafts):
-        err.print(f"places from {tokens} on lie past the answer's end: left out", style="dim")
+        err.print(
+            f"places from {tokens} on lie past the answer's end and are no part of it", style="dim"
+        )
     err.print(
         f"{tokens} token{'s' * (tokens != 1)}, {nfe} forward{'s' * (nfe != 1)}, "
         f"{generation.tokens_per_forward:.2f} tokens per forward, {generation.wall_s:.2f} s, "
@@ -241,9 +243,13 @@ def info(
     table.add_column()
     table.add_column(overflow="fold")
     shown = {"parameters": ",", "acceptance": ".2f"}
-    for name, value in facts.items():
+    drafting = "chosen by arithmetic; setblock tune measures"
+    if model.drafting:
+        drafting = ", ".join(f"{name} {value}" for name, value in model.drafting.items())
+    for name, value in {**facts, "verified": drafting}.items():
         told = format(value, shown[name]) if name in shown else str(value)
-        table.add_row(name, "-" if value is None else told)
+        if value is not None:  # as of a model without a base
+            table.add_row(name, told)
     out.print(table)
 
 
@@ -421,7 +427,13 @@ def _read_prompt(
             raise ValueError(
                 f"no prompt for MODEL {model}: stdin is empty (--prompt '' is an empty prompt)"
             )
-    text.encode()  # bytes that are no UTF-8 came as surrogates: ValueError
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # what is no UTF-8 came as half of a surrogate pair each
+        byte, place = ord(text[error.start]) & 0xFF, error.start
+        raise ValueError(
+            f"the prompt is not UTF-8: byte 0x{byte:02x} behind {place} characters"
+        ) from None
     return text
 
 

@@ -257,7 +257,6 @@ def load_model(
 
     transformers_logging.disable_progress_bar()  # ours is the spinner, and only on a terminal
     transformers_logging.set_verbosity_error()  # what is wrong is in our one line
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with err.status(Text(f"loading {name}")):
         return load(
             name,
@@ -278,6 +277,7 @@ def quiet_libraries() -> None:
     """What libraries say at import and nobody here can act on, before they are imported."""
     # trl's own default for SFTConfig; transformers will rename the field.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its tries
 
 
 def warn_untrained(model: "Model", mode: str) -> None:

@@ -193,6 +193,9 @@ def plan(
             raise ValueError(
                 f"--tokens-per-forward must lie in 1..{size}, the block size, got {rate:g}"
             )
+    whose = "--acceptance"
+    if acceptance is None and (acceptance := planning.acceptance_of(model_name)) is not None:
+        whose = f"{model_name}'s own; --acceptance"
     acceptance = roofline.ACCEPTANCE if acceptance is None else acceptance
     if not 0 < acceptance < 1:
         raise ValueError(f"--acceptance must lie between 0 and 1, got {acceptance}")
@@ -231,7 +234,7 @@ def plan(
     driven = f"{1000 * dispatch_s:.3g} ms a layer for the Python that drives it (--dispatch-ms)"
     assumed = (
         f"assumed, not measured: in mode sbd {told} (--tokens-per-forward); in "
-        f"mode verified {acceptance:g} of the drafted tokens accepted (--acceptance); in each "
+        f"mode verified {acceptance:g} of the drafted tokens accepted ({whose}); in each "
         f"forward {driven}"
     )
     if forwards and dispatch_ms is None:

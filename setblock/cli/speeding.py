@@ -1,9 +1,10 @@
 """The command that makes a model faster, from nothing to a setting: speedup."""
 
+import dataclasses
 import hashlib
+import inspect
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,13 @@ from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, exit_c
 from setblock.cli.tuning import search, tell, write_choice
 
 PROMPTS = 2000
+# Options of `train` that have one value here.
+DECIDED = {
+    "method": "it trains a gated adapter",
+    "resume": "the same command goes on by itself",
+    "chat": "prompts go into the chat template, unless --plain is given",
+    "answers": "it learns the model's own",
+}
 # Of the loss that text which rounding changed may show, as for `tune`.
 MAX_DROP, CONFIDENCE = 0.005, 0.95
 
@@ -128,9 +136,12 @@ def speedup(
         chain_width=CHAIN_WIDTH,
     )
     words = fields or []
+    _check_words(words)
     request = {"held_out": held_out, "batch_size": batch_size, "fields": words}
     request |= {"dtype": dtype and dtype.value, "compile": compile.value}
-    request |= {name: value for name, value in asdict(run).items() if name != "output_dir"}
+    request |= {
+        name: value for name, value in dataclasses.asdict(run).items() if name != "output_dir"
+    }
     file = output_dir / "speedup.json"
     record = _of_same(file, request) or new_record() | {"request": request}
     if "training" not in record:
@@ -170,10 +181,27 @@ def speedup(
         )
         return
     but = ", but for rounding" if chosen["rounding"] else ""
-    fast = f"{chosen['speed']:.2f} times as fast"
+    fast = f"{chosen['speed']:.2f} times as fast as token by token"
     where = f"timed on {line['confirmed_on']} of the prompts held out"
     out.print(f"{output_dir} says what {name} says{but}, {fast}, {where}")
+    if chosen["block_size"] == 1:
+        out.print(
+            "all of it comes from drafts copied from the text, which need no adapter: what this "
+            "one has learned is of no use yet. More steps (--max-steps), or more prompts in a new "
+            "folder, make better drafts"
+        )
     out.print(f"now: setblock serve {output_dir}")
+
+
+def _check_words(words: list[str]) -> None:
+    """Raises: ValueError for an option that `train` has and that is decided here."""
+    from setblock.run import TrainingRun, names_of
+
+    own = {field.name for field in dataclasses.fields(TrainingRun)}
+    for name in sorted(names_of(words) & own - set(inspect.signature(speedup).parameters)):
+        option = f"--{name.replace('_', '-')}"
+        why = DECIDED.get(name, "`setblock train` takes it")
+        raise ValueError(f"{option} is no option of speedup: {why}")
 
 
 def _of_same(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -195,7 +223,9 @@ def _note_choice(card: Path, record: dict[str, Any]) -> None:
     from setblock.tune import words
 
     chosen, machine, asked = record["results"][0]["chosen"], record["machine"], record["request"]
-    where = f"{machine['cuda'] or machine['cpu']}, batch size {asked['batch_size']}"
+    count = record["results"][0]["confirmed_on"]
+    where = f"{machine['cuda'] or machine['cpu']}, batch size {asked['batch_size']}, timed on "
+    where += f"{count} prompt{'s' * (count != 1)} of up to {asked['answer_tokens']} new tokens"
     choice = None if chosen["mode"] == "ntp" else words(chosen)
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     card.write_text(with_choice(text, choice, chosen["speed"], where), encoding="utf-8")
