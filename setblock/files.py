@@ -17,8 +17,9 @@ def write_whole(path: Path, text: str) -> None:
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(place)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # what was asked for
-        raise
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # what was asked for
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, Any]]:

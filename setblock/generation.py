@@ -311,10 +311,12 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
+        step = settings.block_size if settings.mode == "sbd" else 1
+        most = (model.context_length - len(prompt)) // step * step
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
             f"it exceeds the model's context of {model.context_length} tokens"
-            + (": ask for fewer" if len(prompt) < model.context_length else "")
+            + (f": at most {most} new ones fit behind it" if most > 0 else "")
         )
 
 

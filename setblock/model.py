@@ -85,7 +85,9 @@ class Model:
         self.special_tokens = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added.values()]))
         self.byte_ids = _byte_ids(tokenizer)
         self.trained: bool = settings.get("trained", False)
-        self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
+        # Blocks of a model that was never trained for them are poor text.
+        modes = {} if self.trained else {"mode": "ntp"}
+        self.defaults = {**DEFAULTS, **modes} | {k: settings[k] for k in DEFAULTS if k in settings}
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings

@@ -15,6 +15,7 @@ from fakes import TableModel
 
 from setblock import cli, generation, loading, nano, roofline
 from setblock.adapters import attach
+from setblock.checkpoint import write_settings
 from setblock.cli import answering as answering_commands
 from setblock.cli import common
 from setblock.model import Model
@@ -379,9 +380,8 @@ def test_steps_past_the_end(run, answering):
     words = ["--prompt", "hi", "--solver", "fixed:4", "--block-size", "4", "--show-steps"]
     result = run("generate", "any", *words, "--stop", "b")
     assert result.out == "forward 1: 0:'a', 1:'b', 2:'c', 3:'d'\na\n"
-    assert (
-        "places from 2 on lie past the answer's end: left out\n2 tokens, 1 forward, " in result.err
-    )
+    past = "places from 2 on lie past the answer's end and are no part of it\n"
+    assert f"{past}2 tokens, 1 forward, " in result.err
     whole = run("generate", "any", *words, "--max-new-tokens", "4")
     assert whole.err.startswith("4 tokens, 1 forward, ")
 
@@ -448,7 +448,7 @@ def test_ignore_eos_in_sbd(run, answering):
 @pytest.mark.usefixtures("short_demo")
 def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
     words = {
-        "generate": [untrained, "--prompt", "hi", *SHORT],
+        "generate": [untrained, "--prompt", "hi", "--mode", "sbd", *SHORT],
         "demo": ["--model", untrained, "--prompt", "hi"],
         "evaluate": [untrained, "--task", "lists", "--limit", "1", *SHORT],
     }[command]
@@ -456,6 +456,17 @@ def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
     assert isinstance(result.json, dict)
     assert result.err.startswith(f"warning: {untrained} was never trained for set block decoding")
     assert result.err.count("\n") == 1
+
+
+def test_an_untrained_model_decodes_token_by_token_by_default(run, untrained):
+    words = [untrained, "--prompt", "hi", "--json", *SHORT]
+    told = run("generate", *words)
+    assert told.json["mode"] == "ntp"
+    assert told.json["token_ids"] == run("generate", *words, "--mode", "ntp").json["token_ids"]
+    assert told.err.startswith(f"{untrained} was never trained for set block decoding: token by to")
+    assert told.err.count("\n") == 1
+    answer = api(untrained, "hi", max_new_tokens=8)
+    assert list(answer.token_ids) == told.json["token_ids"]
 
 
 def test_no_warning_where_it_does_not_matter(run, untrained, trained):
@@ -496,7 +507,7 @@ def test_other_defaults_are_those_that_help_states(run, trained):
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "entropy:0.1", 16)
     shown = " ".join(run("generate", "--help").out.replace("│", " ").split())
     for words in (
-        "Default: the checkpoint's, else sbd.",
+        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks.",
         "Default: the checkpoint's, else entropy:0.1.",
         "Default: the checkpoint's, else 16.",
         "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere, float16 on GPUs",
@@ -526,9 +537,13 @@ def test_info(run, checkpoint, as_json):
         return
     rows = [line.split(None, 1) for line in result.out.splitlines()]
     shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
-    assert {name: shown[name] for name in facts} == {
-        name: {"acceptance": "0.90"}.get(name, str(value)) for name, value in facts.items()
+    assert {name: shown[name] for name in facts if name in shown} == {
+        name: {"acceptance": "0.90"}.get(name, str(value))
+        for name, value in facts.items()
+        if value is not None
     }
+    assert "base" not in shown
+    assert shown["verified"] == "chosen by arithmetic; setblock tune measures"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
@@ -540,6 +555,14 @@ def test_info_tells_what_an_adapter_is_on(run, checkpoint, tmp_path, method):
     facts = run("info", adapter, "--mask-token-id", "8", "--json").json
     assert (facts["base"], facts["adapter"]) == (base, method)
     assert facts["acceptance_source"] == "assumed"
+    # Its settings say that it was trained, as those of `setblock train` do.
+    write_settings(adapter, trained=True, mask_token_id=8)
+    told = run("generate", adapter, "--prompt", "hi", "--mode", "sbd", "--json", *SHORT).err
+    unfit = f"warning: {adapter} is a gated adapter, made to draft: in mode sbd nothing corrects"
+    assert told.startswith(unfit) == (method == "gated")
+    assert (
+        run("generate", adapter, "--prompt", "hi", "--mode", "verified", "--json", *SHORT).err == ""
+    )
 
 
 def test_info_loses_no_part_of_a_long_name(run, checkpoint, tmp_path):

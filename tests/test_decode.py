@@ -193,9 +193,8 @@ def test_every_solver_with_a_limit_that_no_block_ends_at(solver):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 3}])
 def test_a_network_with_a_limit_that_no_block_ends_at(networks, kind, sampling):
     model = with_ends(networks[kind, 1], every=300)
-    results = assert_equals_oracle(
-        model, PROMPTS, solver="entropy:1.2", block_size=16, max_new_tokens=43, **sampling
-    )
+    options = {"mode": "sbd", "solver": "entropy:1.2", "block_size": 16, "max_new_tokens": 43}
+    results = assert_equals_oracle(model, PROMPTS, **options, **sampling)
     assert [result.num_tokens for result in results] == [43, 43, 43]
     assert all(result.nfe < 43 for result in results), "nothing was revealed together"
 
@@ -259,7 +258,12 @@ def test_forwards_of_one_row(networks, block_size):
     """The prompt's, then as many per block as reveal steps; no other."""
     model, layouts = recorded(with_ends(networks["llama", 2], every=300))
     (result,) = generate(
-        model, [PROMPTS[1]], solver="entropy:1.2", block_size=block_size, max_new_tokens=23
+        model,
+        [PROMPTS[1]],
+        mode="sbd",
+        solver="entropy:1.2",
+        block_size=block_size,
+        max_new_tokens=23,
     )
     expected = [len(PROMPTS[1])]
     for first in range(0, 23, block_size):

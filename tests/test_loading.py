@@ -56,7 +56,9 @@ def test_transformers_keeps_settings_without_the_flag(checkpoint, tmp_path):
 def test_defaults_without_settings(checkpoint):
     model = load(checkpoint())
     assert not model.trained
-    assert model.defaults == {"mode": "sbd", "solver": "entropy:0.1", "block_size": 16}
+    assert model.defaults == {"mode": "ntp", "solver": "entropy:0.1", "block_size": 16}
+    assert load(checkpoint(settings={"trained": True})).defaults["mode"] == "sbd"
+    assert load(checkpoint(settings={"mode": "verified"})).defaults["mode"] == "verified"
 
 
 @pytest.mark.parametrize(

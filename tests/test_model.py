@@ -371,7 +371,7 @@ def test_what_a_model_prints_as(checkpoint, monkeypatch):
     monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
     model = load(checkpoint("llama"))
     millions = sum(weight.numel() for weight in model.network.parameters()) / 1e6
-    said = f"LlamaForCausalLM, {millions:.1f} million parameters, float32 on cpu, mode 'sbd'"
+    said = f"LlamaForCausalLM, {millions:.1f} million parameters, float32 on cpu, mode 'ntp'"
     assert repr(model) == f"<setblock.Model {str(checkpoint('llama'))!r}: {said}>"
     if packed.missing(model.device, model.dtype) is None:
         model.pack()  # takes weights out of the network's own

@@ -45,7 +45,7 @@ from setblock.cli.common import (
     starting,
     tell_undrafted,
     warm_up,
-    warn_untrained,
+    warn_unfit,
 )
 
 if TYPE_CHECKING:
@@ -154,7 +154,14 @@ def generate(
     ids = encode(model, [asked], chat=chat)
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
-        warn_untrained(model, settings.mode)  # copies alone need no training
+        warn_unfit(model, settings.mode)  # copies alone need no training
+    if mode is None and settings.mode == "ntp" and not model.trained:
+        err.print(
+            f"{model.name} was never trained for set block decoding: token by token (setblock "
+            "speedup trains a faster one; --mode verified --block-size 1 --lookup 8 needs no "
+            "training)",
+            style="dim",
+        )
     tell_undrafted(settings, block_size)
     warm_up(model, options)
     steps, generation = [], None
@@ -301,7 +308,7 @@ def demo(
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd: add --mode sbd, got {solver!r} without it")
     for one in modes:
-        warn_untrained(model, one)
+        warn_unfit(model, one)
     problems = []
     prompts = prompt or QUESTIONS.get(model.name)
     if prompts is None:

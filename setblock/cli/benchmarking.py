@@ -37,7 +37,7 @@ from setblock.cli.common import (
     print_json,
     starting,
     tell_undrafted,
-    warn_untrained,
+    warn_unfit,
 )
 
 TaskOption = Annotated[
@@ -184,7 +184,7 @@ def benchmark(
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     journal.record["machine"] = machine_of(model.device)
-    warn_untrained(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
+    warn_unfit(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
     if ignore_eos:
         model.eos_token_ids = frozenset()
     wide = {  # bad values are refused here

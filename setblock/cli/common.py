@@ -102,7 +102,7 @@ ModeOption = Annotated[
     typer.Option(
         help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
         "ntp (in float32; rounding in bfloat16 can change some, --lenience below 1 does). "
-        "Default: the checkpoint's, else sbd.",
+        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks.",
         rich_help_panel=DECODING,
     ),
 ]
@@ -280,13 +280,19 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its tries
 
 
-def warn_untrained(model: "Model", mode: str) -> None:
-    """One line on stderr for a model that was never trained for this mode."""
+def warn_unfit(model: "Model", mode: str) -> None:
+    """One line on stderr for a model that is not made for this mode."""
     if mode != "ntp" and not model.trained:
         err.print(
             f"warning: {model.name} was never trained for set block decoding; expect "
             + ("poor text" if mode == "sbd" else "no speed-up but from copies (--lookup)")
             + f" (mode ntp is unaffected; mask token: {model.mask_token_source})",
+            style="yellow",
+        )
+    elif mode == "sbd" and model.gated:
+        err.print(
+            f"warning: {model.name} is a gated adapter, made to draft: in mode sbd nothing "
+            "corrects its drafts; expect poor text",
             style="yellow",
         )
 

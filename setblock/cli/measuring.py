@@ -42,7 +42,7 @@ from setblock.cli.common import (
     starting,
     tell_undrafted,
     warm_up,
-    warn_untrained,
+    warn_unfit,
 )
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def evaluate(
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         journal.record["machine"] = machine_of(model.device)
         for one in modes:
-            warn_untrained(model, one.value)
+            warn_unfit(model, one.value)
         rows = min(batch_size, max(map(len, problems.values())))
         for options in settings:  # bad values are refused before the first problem
             tell_undrafted(settings_for(model, rows, **options), options.get("block_size"), rows)

@@ -69,7 +69,11 @@ def speedup(
     ] = None,
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Plain text, no chat template.", rich_help_panel=DATA),
+        typer.Option(
+            "--plain",
+            help="Prompts are plain text; without it they go into the chat template.",
+            rich_help_panel=DATA,
+        ),
     ] = False,
     held_out: Annotated[
         int,

@@ -27,7 +27,7 @@ from setblock.cli.common import (
     print_json,
     starting,
     warm_up,
-    warn_untrained,
+    warn_unfit,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ def tune(
     if solver and "sbd" not in tried.modes:
         raise ValueError("--solver is for mode sbd, which --mode leaves out")
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
-    warn_untrained(model, "sbd")
+    if not model.trained:  # else what is tried is measured
+        warn_unfit(model, "sbd")
     tried.check(model)
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if form and not form.chat:
