@@ -14,7 +14,7 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files",),
+    ("files", "conversations"),
     (
         "masks",
         "solvers",
