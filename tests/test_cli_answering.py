@@ -69,6 +69,9 @@ def test_messages_go_through_the_template(run, trained, tmp_path):
     file.write_text(json.dumps(talk, ensure_ascii=False), encoding="utf-8")
     answer = run("generate", trained, "--messages", file, "--json", *SHORT).json
     assert tuple(answer["token_ids"]) == api(trained, talk, max_new_tokens=8).token_ids
+    request = io.StringIO(json.dumps({"model": "m", "messages": talk}))
+    again = run("generate", trained, "--messages", "-", "--json", *SHORT, stdin=request).json
+    assert again["token_ids"] == answer["token_ids"]
     for content, error in (
         ('[{"role":', "is not one JSON list: "),
         ('{"role": "user", "content": "a"}', "must hold one JSON list of messages"),

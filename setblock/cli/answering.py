@@ -75,7 +75,8 @@ def generate(
         typer.Option(
             metavar="FILE",
             help='JSON file of a conversation to go on with, [{"role": "system", "content": ...}, '
-            '{"role": "user", ...}, ...], which goes through the chat template.',
+            '{"role": "user", ...}, ...] or {"messages": [...]}, which goes through the chat '
+            "template; - is stdin.",
         ),
     ] = None,
     prompt_ids: Annotated[
@@ -445,10 +446,14 @@ def _read_prompt(
 
 
 def _read_messages(file: Path) -> list[dict[str, str]]:
+    """A conversation, by itself or as the messages of an object; "-" is stdin."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        told = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        found = json.loads(told)
     except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"--messages {file} is not one JSON list: {error}") from None
+    if isinstance(found, dict):  # a row of data, a request
+        found = found.get("messages")
     if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
         raise ValueError(
             f"--messages {file} must hold one JSON list of messages, role and content each"
