@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from huggingface_hub import constants
 from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template
 
@@ -80,7 +81,8 @@ def load_rows(
             elif path.exists():
                 raise ValueError(f"not one of {', '.join(SUFFIXES)}")
             else:
-                log.warning("no file %s here: asking the Hugging Face hub for it", name)
+                if not constants.HF_HUB_OFFLINE:
+                    log.warning("no file %s here: asking the Hugging Face hub for it", name)
                 dataset = load_dataset(*name.split(":", 1), split=split)
         except Exception as error:  # every reader and the hub raise classes of their own
             sought = "" if path.exists() else "there is no such file here, and from the hub: "
@@ -144,6 +146,11 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
         # which row its template refuses.
         for where, row in zip(places, rows, strict=True):
             turns: Any = row
+            if turns["prompt"] and turns["prompt"][-1]["role"] == "assistant":
+                raise ValueError(
+                    f"{where}: the prompt's last message is the assistant's: what it begins with "
+                    "belongs into the completion"
+                )
             _render(tokenizer, turns["prompt"] + turns.get("completion", []), where)
         return rows
     return rows.map(

@@ -2,21 +2,20 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file anew: a reader sees the old one or the new one, never half of one.
-
-    A link stays one: the file that it leads to is written.
-    """
-    place = path.resolve()
-    fresh = place.with_name(f"{place.name}.new")
+    """Write a file anew: a reader sees the old one or the new one, never half of one."""
+    fresh = path.with_name(f"{path.name}.new")
     try:
         fresh.write_text(text, encoding="utf-8")
-        fresh.replace(place)
+        fresh.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # what was asked for

@@ -56,13 +56,17 @@ COMMON = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos
 OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 
 
+BLOCKS = {"solver", "block_size", "next_token_seed", "fallback"}  # options of mode "sbd"
+
+
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
     """The options as `Settings`, what is absent taken from the checkpoint.
 
     Mode "verified": what is absent of draft, block_size, branches and seeds is what is quickest by
     the arithmetic of `roofline.best_spending`, for `rows` rows decoded together, unless the
     checkpoint says it, as after `setblock tune`. A lookup that the checkpoint says without a block
-    size is left out where copies do not pay.
+    size is left out where copies do not pay. A model that was never trained for blocks has them
+    only where an option of theirs is given.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -72,6 +76,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         )
     typed = {k: v for k, v in options.items() if v is not None}
     given = {**model.defaults, **typed}
+    if "mode" not in typed and not model.chooses_mode and typed.keys() & BLOCKS:
+        given["mode"] = "sbd"
     if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
         if "solver" in typed:
             raise ValueError(

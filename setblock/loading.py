@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import (
@@ -220,7 +220,7 @@ def _tell_of_hub(name: str) -> None:
         known = any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
     except HFValidationError as error:
         raise ModelError(f"no model {name!r}: {one_line(error)}") from None
-    if not known:
+    if not known and not constants.HF_HUB_OFFLINE:
         log.warning("no folder %s here: asking the Hugging Face hub for it", name)
 
 

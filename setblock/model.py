@@ -29,7 +29,7 @@ from setblock import (
 from setblock.architectures import attention_mask, check_architecture, decoding_mask, windows_of
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
-from setblock.conversations import check_roles, ending_of
+from setblock.conversations import check_roles, ending_of, without_blank
 from setblock.graphs import Graphs
 from setblock.masks import Layout
 from setblock.transfer import to_device
@@ -85,9 +85,11 @@ class Model:
         self.special_tokens = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added.values()]))
         self.byte_ids = _byte_ids(tokenizer)
         self.trained: bool = settings.get("trained", False)
-        # Blocks of a model that was never trained for them are poor text.
-        modes = {} if self.trained else {"mode": "ntp"}
-        self.defaults = {**DEFAULTS, **modes} | {k: settings[k] for k in DEFAULTS if k in settings}
+        self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
+        # Blocks of a model that was never trained for them are poor text: only if asked for.
+        self.chooses_mode = self.trained or "mode" in settings
+        if not self.chooses_mode:
+            self.defaults["mode"] = "ntp"
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
@@ -120,6 +122,7 @@ class Model:
         """What a checkpoint of it says to us, as `write_settings` takes it."""
         return {
             **self.defaults,
+            "mode": self.defaults["mode"] if self.chooses_mode else None,
             "mask_token_id": self.mask_token_id,
             "trained": self.trained,
             "acceptance": self.acceptance if self.acceptance_is_known else None,
@@ -287,14 +290,16 @@ class Model:
         """
         if how not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
+        compiled = replayed = None
         if how != "graphs":
             if why := kernels.missing(self.device):
                 raise ModelError(why)
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
-            self._compiled = kernels.compiled(self._run)
+            compiled = kernels.compiled(self._run)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
-            self._graphs = Graphs(self.network)
+            replayed = Graphs(self.network)
+        self._compiled, self._graphs = compiled, replayed
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on such a machine."""
@@ -379,6 +384,7 @@ class Model:
                 )
         try:
             check_roles(self.tokenizer.chat_template, turns)
+            turns = without_blank(turns)
         except ValueError as error:
             raise ModelError(str(error)) from None
         try:
@@ -389,6 +395,7 @@ class Model:
             )
         except Exception as error:  # a template is a program: it may raise anything
             why = " ".join((str(error) or type(error).__name__).split())
+            why = why.partition("Final message to continue:")[0].strip()  # and all of the others
             raise ModelError(
                 f"the chat template of {self.name} refuses the messages: {why}"
             ) from None

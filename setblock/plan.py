@@ -27,7 +27,7 @@ LARGEST_BATCH = 1024
 
 def acceptance_of(name: str) -> float | None:
     """Of drafted tokens, as a MODEL on this machine says it of itself; None where none does."""
-    place = BUNDLED.get(name, Path(name))
+    place = BUNDLED.get(name, Path(name).expanduser())
     return checked_settings(read_settings(str(place))).get("acceptance") if place.is_dir() else None
 
 

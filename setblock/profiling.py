@@ -46,6 +46,7 @@ OPERATIONS = {
 FUNCTIONS = (
     (cache._PrefixLayer, "update", "cache"),
     (cache.PrefixCache, "stage", "cache"),
+    (cache.PrefixCache, "locate", "cache"),
     (cache.PrefixCache, "keep", "cache"),
     (cache.PrefixCache, "select", "cache"),
     (sampling.Sampler, "perturbed", "solver"),

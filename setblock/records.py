@@ -188,9 +188,9 @@ def _difference(old: Any, new: Any) -> str:
 
 
 def save_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record; a reader never sees half of one."""
+    """Write a record, where a link leads to; a reader never sees half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    write_whole(path.resolve() if path.is_symlink() else path, json.dumps(record, indent=1) + "\n")
 
 
 def _program() -> str:

@@ -76,6 +76,7 @@ class TableModel(Model):
         self.context_length, self.vocab_size = noisy.shape
         assert next_token.shape == (self.context_length, self.vocab_size, self.vocab_size)
         assert self.vocab_size <= 3 + len(LETTERS)
+        self.chooses_mode = True
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.base = None
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"

@@ -232,7 +232,7 @@ def test_a_disk_too_full_for_weights(run, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     result = run("export", trained, tmp_path / "out")
     assert result.code == 1
-    assert result.error.startswith("can't write the weights: I/O error: No space left on device")
+    assert result.error.startswith("weights can't be read or written: I/O error: No space left")
 
 
 def test_a_file_where_a_folder_is_to_be(run, trained, tmp_path):

@@ -248,7 +248,14 @@ def test_a_misspelt_role_is_refused(tmp_path, kind):
     said = r"rows\.jsonl:2: message 1 has the role 'Assistant', which is none of system, .* names"
     with pytest.raises(ValueError, match=said):
         prepare(data, tokenizer())
-    prepare(data, tokenizer("{# 'Assistant' is one, too #}" + TEMPLATE))
+    prepare(data, tokenizer("{% if messages[0]['role'] == 'Assistant' %}{% endif %}" + TEMPLATE))
+
+
+def test_a_prompt_that_ends_with_the_assistant_s_message(tmp_path):
+    row = {"prompt": TALK[:2], "completion": [{"role": "assistant", "content": "more"}]}
+    data = load_rows([write(tmp_path / "rows.jsonl", [row])])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the prompt's last message is the assis"):
+        prepare(data, tokenizer())
 
 
 class Marking:

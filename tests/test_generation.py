@@ -304,11 +304,28 @@ def test_the_model_goes_on_with_a_last_message_of_its_own(checkpoint):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes, "}]
     text = "<user>hi</s><user>yes, "  # the test checkpoints' template knows no roles
     assert encode(model, talk) == [model.tokenizer(text, add_special_tokens=False)["input_ids"]]
-    talk[1]["content"] = ""
-    assert model.in_template(talk) == "<user>hi</s><user>"
+    for blank in ("", " \n"):  # where a template trims, a cue would be cut short
+        talk[1]["content"] = blank
+        assert model.in_template(talk) == model.in_template(talk[:1]) == "<user>hi</s><model>"
     model.tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ModelError, match=r"refuses the messages: .*the final message does not app"):
+    lost = r"refuses the messages: .*the final message does not app[^:]*compatible\.$"
+    with pytest.raises(ModelError, match=lost):  # without all of the messages
         model.in_template([talk[0], {"role": "assistant", "content": "lost"}])
+
+
+def test_blocks_of_a_model_never_trained_for_them_only_if_asked_for(checkpoint):
+    model = load(checkpoint("llama"))
+    assert settings_for(model).mode == "ntp"
+    asked: list[dict[str, Any]] = [
+        {"solver": "fixed:2"}, {"block_size": 4}, {"next_token_seed": True}, {"fallback": 1.0},
+    ]  # fmt: skip
+    for option in asked:
+        assert settings_for(model, **option).mode == "sbd"
+        assert settings_for(model, mode="ntp", block_size=4).mode == "ntp"
+    twin = load(checkpoint("llama", settings={"mode": "ntp"}))
+    assert settings_for(twin, block_size=4).mode == "ntp", "it says so itself"
+    assert "mode" not in {name for name, value in model.settings.items() if value is not None}
+    assert (twin.settings["mode"], model.settings["mode"]) == ("ntp", None)
 
 
 @pytest.mark.parametrize(

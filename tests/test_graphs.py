@@ -259,6 +259,7 @@ def test_kernels_alone(checkpoint, simulated_graphs, monkeypatch):
     with pytest.raises(ModelError, match=r"at each position; compile 'kernels' goes without them$"):
         network.compile()
     network.compile("kernels")
+    assert network._graphs is None
     with pytest.raises(ValueError, match="compile must be one of on, kernels, graphs, got 'fast'"):
         network.compile("fast")
 

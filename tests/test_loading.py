@@ -105,6 +105,19 @@ def test_settings_are_written_whole_or_not_at_all(checkpoint, tmp_path, monkeypa
     assert (folder / "generation_config.json").read_text() == before
 
 
+def test_settings_are_not_written_where_a_link_leads(checkpoint, tmp_path):
+    """As into the hub's cache, where revisions share their files."""
+    folder = shutil.copytree(checkpoint(), tmp_path / "copy")
+    shared, file = tmp_path / "shared.json", folder / "generation_config.json"
+    write_settings(folder, block_size=4)
+    shutil.move(file, shared)
+    file.symlink_to(shared)
+    before = shared.read_text()
+    write_settings(folder, block_size=8)
+    assert shared.read_text() == before
+    assert load(folder).defaults["block_size"] == 8
+
+
 def test_settings_of_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_settings(tmp_path / "none", block_size=4)
@@ -206,6 +219,7 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch, caplog):
         return hf_hub_download(*words)
 
     monkeypatch.setattr("setblock.checkpoint.hf_hub_download", ask)
+    monkeypatch.setattr("setblock.loading.constants", SimpleNamespace(HF_HUB_OFFLINE=False))
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)

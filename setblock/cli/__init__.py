@@ -61,10 +61,10 @@ def main() -> None:
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
             message += "; what begins with a dash and is no option goes last, after --"
         fail(message or "a command is missing", error.exit_code)
-    except FileExistsError as error:  # a folder was to be made there
-        fail(f"{str(error.filename)!r} is a file, not a folder", 1)
     except OSError as error:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
+        if isinstance(error, FileExistsError) and place:  # a folder was to be made there
+            fail(f"{str(error.filename)!r} is a file, not a folder", 1)
         fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number
     except (ValueError, TypeError, ImportError) as error:
         fail(str(error) or type(error).__name__, 1)
@@ -73,7 +73,7 @@ def main() -> None:
 
         if not isinstance(error, SafetensorError):
             raise
-        fail(f"can't write the weights: {error}; what is there of them is of no use", 1)
+        fail(f"weights can't be read or written: {error}", 1)
     if code == 130 and sys.argv[1:2] == ["serve"]:  # Ctrl-C, the way to end it
         sys.exit(code)
     if code == 130:  # typer's answer to Ctrl-C

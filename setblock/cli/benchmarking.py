@@ -184,7 +184,8 @@ def benchmark(
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     journal.record["machine"] = machine_of(model.device)
-    warn_unfit(model, next((one for one in modes if one != Mode.ntp), Mode.ntp))
+    for one in modes:
+        warn_unfit(model, one)
     if ignore_eos:
         model.eos_token_ids = frozenset()
     wide = {  # bad values are refused here

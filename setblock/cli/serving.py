@@ -176,10 +176,12 @@ def serve(
         if not model.trained and not allow_untrained:
             raise ValueError(
                 f"{model_name} was never trained for set block decoding: its blocks would hardly "
-                "make sense; --allow-untrained serves it all the same"
+                "make sense; --allow-untrained serves it, token by token unless a request asks for "
+                "blocks"
             )
-        settings_for(model, **given)  # bad values are refused here
+        chosen = settings_for(model, **given)  # bad values are refused here
         model.defaults |= {name: value for name, value in given.items() if value is not None}
+        model.defaults["mode"] = chosen.mode
         if compile is not Compile.off:
             with err.status(Text(f"making kernels of {model_name}")):
                 warm_up(model, {"block_size": block_size})
