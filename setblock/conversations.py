@@ -1,4 +1,4 @@
-"""What a chat template is asked for: which roles messages have, and how the text ends."""
+"""What a chat template is asked for: which roles messages have, how the text ends."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,29 @@ def check_roles(template: Any, turns: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def without_blank(turns: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The conversation without a last message of the assistant's that says nothing."""
-    if not turns or turns[-1]["role"] != "assistant":
-        return turns
-    content = turns[-1]["content"]
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return turns if any(text.strip() for text in texts) else turns[:-1]
+def prepared(
+    template: Any, turns: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the messages, the other arguments of `apply_chat_template`) for a model to speak next.
 
-
-def ending_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How a chat template is to end: with the model's cue, or open behind a last turn of its own,
-    for the model to go on with. The arguments of `apply_chat_template`.
+    The text ends with the model's cue, or open behind a last message of its own, for the model to
+    go on with; one that says nothing is left out.
+    Raises: ValueError as check_roles.
     """
-    own = bool(turns) and turns[-1]["role"] == "assistant"
-    return {"add_generation_prompt": not own, "continue_final_message": own}
+    check_roles(template, turns)
+    messages = [dict(turn) for turn in turns]
+    own = bool(messages) and messages[-1]["role"] == "assistant"
+    if own and not _says_something(messages[-1]["content"]):
+        messages, own = messages[:-1], False
+    return messages, {"add_generation_prompt": not own, "continue_final_message": own}
+
+
+def _says_something(content: str | Sequence[Mapping[str, Any]]) -> bool:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return any(text.strip() for text in texts)
+
+
+def refusal(error: Exception) -> str:
+    """Why a template, which is a program and may raise anything, refuses a conversation."""
+    why = " ".join((str(error) or type(error).__name__).split())
+    return why.partition("Final message to continue:")[0].strip()  # and all of the others

@@ -29,7 +29,7 @@ from setblock import (
 from setblock.architectures import attention_mask, check_architecture, decoding_mask, windows_of
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
-from setblock.conversations import check_roles, ending_of, without_blank
+from setblock.conversations import prepared, refusal
 from setblock.graphs import Graphs
 from setblock.masks import Layout
 from setblock.transfer import to_device
@@ -383,21 +383,14 @@ class Model:
                     f"else, got {turn!r}"
                 )
         try:
-            check_roles(self.tokenizer.chat_template, turns)
-            turns = without_blank(turns)
+            messages, ending = prepared(self.tokenizer.chat_template, turns)
         except ValueError as error:
             raise ModelError(str(error)) from None
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(turn) for turn in turns], tokenize=False, **ending_of(turns)
-                )
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            why = " ".join((str(error) or type(error).__name__).split())
-            why = why.partition("Final message to continue:")[0].strip()  # and all of the others
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ending))
+        except Exception as error:
             raise ModelError(
-                f"the chat template of {self.name} refuses the messages: {why}"
+                f"the chat template of {self.name} refuses the messages: {refusal(error)}"
             ) from None
 
     def piece(self, token: int) -> str:

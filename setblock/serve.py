@@ -28,7 +28,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from setblock.conversations import check_roles, ending_of, without_blank
+from setblock.conversations import prepared, refusal
 from setblock.engine import Engine, Failed, State, why
 from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
 from setblock.model import Model
@@ -96,17 +96,13 @@ class Served:
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
         tokenizer = self.model.tokenizer
         try:
-            check_roles(tokenizer.chat_template, conversation)
+            turns, ending = prepared(tokenizer.chat_template, conversation)
         except ValueError as error:
             raise Refused("messages", f"are refused: {error}") from None
-        turns = [dict(turn) for turn in without_blank(conversation)]
         try:
-            text = str(
-                tokenizer.apply_chat_template(turns, tokenize=False, **ending_of(turns), **own)
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            reason = " ".join(why(error).split())
-            reason = reason.partition("Final message to continue:")[0].strip()  # and all others
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False, **ending, **own))
+        except Exception as error:
+            reason = refusal(error)
             raise Refused("messages", f"do not fit the chat template: {reason}") from None
         self.check_length("messages", len(text))
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
