@@ -49,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 PARTS = ("answers", "forwards")
 RATES = range(2, 9)  # tokens per forward
 BLOCK = 16
+SETTLED = 8  # tokens after which transformers replays what it has compiled
 console = Console()
 
 
@@ -147,7 +148,9 @@ def speedups(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def answers(model: Model, length: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+def answers(
+    model: Model, length: int, tokens: int, repeats: int, others: bool
+) -> list[dict[str, Any]]:
     """Whole answers behind such a prompt: 1, 2, 4 and 8 tokens per forward, and where time goes;
     not of compiled forwards, whose operations a profiler can't tell apart.
     """
@@ -159,10 +162,12 @@ def answers(model: Model, length: int, tokens: int, repeats: int) -> list[dict[s
     # A random model's drafts are wrong, so that this is what verifying and drafting them costs.
     drafting = {"block_size": BLOCK // 2, "branches": 1, "seeds": 0}
     running["verified"] = contenders.ours(mode="verified", **drafting)
-    running["transformers"] = contenders.transformers_generate()
-    if model.device.type == "cuda":
-        static = contenders.transformers_generate(cache_implementation="static")
-        running["transformers static"] = static
+    if others:
+        running["transformers"] = contenders.transformers_generate()
+    if others and model.device.type == "cuda":  # which transformers compiles then
+        running["transformers static"] = contenders.transformers_generate(
+            cache_implementation="static", settled=min(SETTLED, tokens // 2)
+        )
     lines = list(benchmark.compare(model, [prompt], 1, tokens, repeats, running))
     if model.compiled:
         return lines
@@ -193,6 +198,7 @@ def main(
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Of a whole answer.")] = 128,
     repeats: Annotated[int, typer.Option(help="After one that warms up.")] = 5,
+    transformers: Annotated[bool, typer.Option(help="Also its generate.")] = True,
     copy_bytes: Annotated[int, typer.Option(help="Of the copy.")] = 4 * 2**30,
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
@@ -226,7 +232,7 @@ def main(
             save_record(record, out)
 
     for length in prompts if part != "forwards" else ():
-        record["answers"] += (lines := answers(model, length, new_tokens, repeats))
+        record["answers"] += (lines := answers(model, length, new_tokens, repeats, transformers))
         save()
         for line in lines:
             if line.get("speedup"):

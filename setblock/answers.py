@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from setblock.files import end_last_line, lines_of
-from setblock.generation import stream
+from setblock.generation import finished
 from setblock.loading import lasting
 from setblock.model import Model
 from setblock.watch import prompts_of
@@ -64,8 +64,8 @@ def regenerate(
     file.parent.mkdir(parents=True, exist_ok=True)
     end_last_line(file)
     with file.open("a", encoding="utf-8") as out:
-        reveals = (
-            stream(
+        answers = (
+            finished(
                 writer(model),
                 [prompts[index] for index in missing],
                 mode="ntp",
@@ -75,10 +75,8 @@ def regenerate(
             if missing
             else ()
         )
-        for reveal in reveals:
-            if (generation := reveal.generation) is None:
-                continue
-            index = missing[reveal.row]
+        for row, generation in answers:
+            index = missing[row]
             known[index] = {
                 "index": index,
                 **how,
@@ -91,8 +89,8 @@ def regenerate(
             out.write(json.dumps(known[index]) + "\n")
             out.flush()
             on_progress(len(known))
-    answers = [known[index] for index in range(len(rows)) if known[index]["text"]]
-    if not answers:
+    texts = [known[index] for index in range(len(rows)) if known[index]["text"]]
+    if not texts:
         raise ValueError(f"all of the model's {len(rows)} answers are empty")
     return Dataset.from_list(
         [
@@ -100,6 +98,6 @@ def regenerate(
                 "input_ids": answer["prompt_ids"] + answer["token_ids"],
                 "completion_mask": [0] * len(answer["prompt_ids"]) + [1] * len(answer["token_ids"]),
             }
-            for answer in answers
+            for answer in texts
         ]
     )

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from setblock.contenders import BASELINE, Contender, Timing, now
-from setblock.decode import CHUNK
-from setblock.masks import causal_layout, decoding_layout
+from setblock.masks import decoding_layout
 from setblock.model import Model
 
 Round = tuple[
@@ -155,7 +154,7 @@ def forward_costs(
 
     1 is next-token decoding, k a later forward of a block, 2k its first one. The widths take turns,
     so that a machine that slows down slows all of them; two rounds warm up. Medians, of the
-    ratio also the least and the most.
+    ratio also the least and the most. What is cached are random numbers.
     """
     widths = sorted({1, *queries})
     for length in cached:
@@ -178,13 +177,9 @@ def _in_turns(
     """For each round the seconds of a forward of so many tokens, with the logits of all."""
     # With room behind, as in decoding.
     cache = model.new_cache(batch_size, cached + max(widths) + 1)
-    for first in range(0, cached, CHUNK):
-        position = torch.arange(first, min(first + CHUNK, cached))
-        layout = causal_layout(position.expand(batch_size, -1))
-        tokens = torch.full(layout.position.shape, model.pad_token_id)
-        model.forward(tokens, layout, cache, logits_at=position[:0])
-        cache.keep(np.full(batch_size, len(position)))
-
+    cache.lengths = np.full(batch_size, cached)
+    _forward_seconds(model, cache, max(widths), 0, 1)  # makes the memory, of zeros
+    cache.fill_at_random()
     return [
         {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
         for _ in range(repeats + WARM_UPS)

@@ -222,6 +222,15 @@ class PrefixCache(Cache):
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
 
+    def fill_at_random(self) -> None:
+        """Effects: random keys and values in all memory that a forward has made; to measure with,
+        as zeros take less power to compute with.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, _PrefixLayer)
+            for tensor in (layer.keys, layer.values):
+                tensor.normal_()
+
     def select(self, rows: Int[ndarray, " rows"]) -> None:
         """Keep only these rows, in this order, each once, at the front of the memory.
 

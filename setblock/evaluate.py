@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from setblock import likelihood, nano
 from setblock.decode import Settings
-from setblock.generation import Generation, Options, batches, encode, settings_for, stream
+from setblock.generation import Generation, Options, batches, encode, finished, settings_for
 from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.roofline import fitted_acceptance
@@ -84,24 +84,20 @@ def _answered(
     score = Score(list(known))
     done = {sample.index for sample in known}
     check: Any = nano.check if form is None else form.task.check
-    reveals: Iterator = stream(model, prompts, batch_size=batch_size, skip=done, **options)
-    seconds = 0.0
+    answers = finished(model, prompts, batch_size=batch_size, skip=done, **options)
     while True:
         begin = time.perf_counter()
-        reveal = next(reveals, None)
-        seconds += time.perf_counter() - begin
-        if reveal is None:
+        answer = next(answers, None)
+        seconds = time.perf_counter() - begin
+        if answer is None:
             return score
-        if (generation := reveal.generation) is not None:
-            index = reveal.row
-            if index in done:
-                seconds = 0.0  # they were counted when it was first decoded
-                continue
-            sample = _sample(model, prompts[index], index, problems[index].key, generation)
-            correct = check(problems[index], generation.text) if check else None
-            score.samples.append(replace(sample, correct=correct, wall_s=seconds))
-            seconds = 0.0
-            on_progress(score)
+        index, generation = answer
+        if index in done:  # counted when it was first decoded
+            continue
+        sample = _sample(model, prompts[index], index, problems[index].key, generation)
+        correct = check(problems[index], generation.text) if check else None
+        score.samples.append(replace(sample, correct=correct, wall_s=seconds))
+        on_progress(score)
 
 
 def _prompts(

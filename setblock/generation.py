@@ -200,11 +200,23 @@ def generate(
     model without BOS or one that leaves too little room in the model's context.
     """
     ids = encode(model, prompts, chat)
-    results: dict[int, Generation] = {}
-    for reveal in _stream(model, ids, batch_size, options, text=False):
-        if reveal.generation is not None:
-            results[reveal.row] = reveal.generation
+    results = dict(finished(model, ids, batch_size=batch_size, **options))
     return [results[row] for row in range(len(ids))]
+
+
+def finished(
+    model: Model,
+    prompts: Prompts,
+    *,
+    chat: bool = False,
+    batch_size: int | None = None,
+    skip: Collection[int] = (),
+    **options: Unpack[Options],
+) -> Iterator[tuple[int, Generation]]:
+    """(row, its result) of every row as it ends; arguments and errors as for `stream`."""
+    ids = encode(model, prompts, chat)
+    reveals = _stream(model, ids, batch_size, options, text=False, skip=skip)
+    return ((reveal.row, reveal.generation) for reveal in reveals if reveal.generation is not None)
 
 
 def stream(

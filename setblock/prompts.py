@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.files import write_whole
-from setblock.generation import Generation, Reveal, settings_for, stream
+from setblock.generation import Generation, finished, settings_for
 from setblock.loading import lasting
 from setblock.model import Model, ModelError
 
@@ -156,14 +156,14 @@ def sample_prompts(
     while number < last:
         chunk = number // CHUNK
         size = min(CHUNK, last - number)
-        reveals = stream(
+        turns = finished(
             model,
             [start] * size,
             batch_size=batch_size,
             stop=stop,
             **sampling.options(chunk),
         )
-        for generation in _in_order(reveals):
+        for generation in _in_order(turns):
             number += 1
             if number <= first:
                 continue
@@ -218,13 +218,12 @@ def _end_of_turn(model: Model, after: str) -> tuple[frozenset[int], tuple[str, .
     return frozenset({*model.eos_token_ids, ids[place]}), ()
 
 
-def _in_order(reveals: Iterable[Reveal]) -> Iterator[Generation]:
+def _in_order(turns: Iterable[tuple[int, Generation]]) -> Iterator[Generation]:
     """The results by their rows: in the order in which they end the short ones would come first."""
     waiting: dict[int, Generation] = {}
     row = 0
-    for reveal in reveals:
-        if reveal.generation is not None:
-            waiting[reveal.row] = reveal.generation
+    for number, turn in turns:
+        waiting[number] = turn
         while row in waiting:
             yield waiting.pop(row)
             row += 1

@@ -17,7 +17,7 @@ from setblock import packed
 from setblock.answers import regenerate
 from setblock.data import load_rows, prepare
 from setblock.finetune import _own_answers, finetune, make_up_prompts
-from setblock.generation import generate, stream
+from setblock.generation import finished, generate
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
 from setblock.run import TrainingRun
@@ -82,9 +82,9 @@ def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monke
 
     def note(model: Any, *words: Any, **options: Any) -> Any:
         writers.append(model.packed)
-        return stream(model, *words, **options)
+        return finished(model, *words, **options)
 
-    monkeypatch.setattr("setblock.answers.stream", note)
+    monkeypatch.setattr("setblock.answers.finished", note)
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
     words = ["--use-cpu", "--bf16", "no", "--max-steps", "1", "--save-strategy", "no"]
     said: list[str] = []
@@ -300,13 +300,13 @@ def test_answers_go_on_where_they_stopped(checkpoint, tmp_path, monkeypatch) -> 
     whole = answers.regenerate(model, rows, file, 40, 2).to_list()
     lines = file.read_text().splitlines(keepends=True)
     asked = []
-    stream = answers.stream
+    finished = answers.finished
 
     def counting(model, prompts, **options):
         asked.append(len(prompts))
-        return stream(model, prompts, **options)
+        return finished(model, prompts, **options)
 
-    monkeypatch.setattr(answers, "stream", counting)
+    monkeypatch.setattr(answers, "finished", counting)
     file.write_text(lines[0] + lines[1] + lines[2][:20])  # killed while it wrote the third
     assert answers.regenerate(model, rows, file, 40, 2).to_list() == whole
     assert asked == [2]
@@ -335,7 +335,9 @@ def test_answers_of_a_base_are_those_of_a_gated_adapter_on_it(
     assert load(first).author == str({"base": base, "adapter": first}[whose])
     (second / "_run").mkdir(parents=True)
     shutil.copy(first / "_run" / "answers.jsonl", second / "_run")
-    monkeypatch.setattr("setblock.answers.stream", lambda *_, **__: [None])  # no answer of any use
+    monkeypatch.setattr(
+        "setblock.answers.finished", lambda *_, **__: [None]
+    )  # no answer of any use
     if whose == "base":
         train(monkeypatch, capsys, "--model", first, "--output-dir", second, *words)
     else:
@@ -348,7 +350,7 @@ def test_answers_of_a_base_are_those_of_a_gated_adapter_on_it(
 def test_a_stop_while_the_model_answers_says_how_to_go_on(
     checkpoint, rows, tmp_path, monkeypatch, capsys, name
 ) -> None:
-    monkeypatch.setattr("setblock.answers.stream", lambda *a, **k: signal.raise_signal(number))
+    monkeypatch.setattr("setblock.answers.finished", lambda *a, **k: signal.raise_signal(number))
     number, handlers = signal.Signals[name], [signal.getsignal(n) for n in SIGNALS]
     words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
     words += ("--answers", "model", "--answer-tokens", "40")

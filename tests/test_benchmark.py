@@ -179,12 +179,14 @@ def test_prompts_are_stretched_at_the_front(length, expected):
 def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
     """Each forward takes as many seconds as it has tokens to look at."""
     now, seen = 0.0, []
-    forward = model.forward
+    forward, shares = model.forward, []
 
     def timed(tokens: torch.Tensor, layout: Any, cache: Any, logits_at: Any = None) -> Any:
         nonlocal now
         held = int(cache.lengths.max())
         seen.append((tokens.shape[0], held, tokens.shape[1]))
+        if held and cache.layers[0].is_initialized:
+            shares.append(float((cache.layers[0].keys[:, :, :held] != 0).float().mean()))
         now += held + tokens.shape[1]
         return forward(tokens, layout, cache, logits_at)
 
@@ -197,8 +199,9 @@ def test_forwards_are_timed_behind_the_cache(model, monkeypatch):
     assert lines[-1]["ratio"] == 16 / 9
     assert lines[-1]["ratio_range"] == (16 / 9, 16 / 9)
     widths = [width for _, held, width in seen if held == 8]
-    assert widths == [1, 4, 8] * 5, "they take turns"
+    assert widths == [8, *[1, 4, 8] * 5], "one makes the memory, then they take turns"
     assert seen.count((2, 8, 4)) == 5, "two to warm up, three to time"
+    assert shares == [1] * 15, "all that is cached are random numbers"
 
 
 def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):

@@ -362,24 +362,30 @@ def test_long_prompt(tmp_path):
 
 
 def test_the_three_models_of_a_gpu(tmp_path) -> None:
-    """Stopped at once, gone on with to the end, and nothing left to do then."""
-    prompts, dev, out = tmp_path / "p.jsonl", tmp_path / "dev.jsonl", tmp_path / "out"
-    rows = [{"prompt": f"What is {number} + 4?"} for number in range(6)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dev.write_text(json.dumps({"question": "What is 2 + 2?", "answer": "#### 4"}) + "\n")
-    words = ["--prompts", prompts, "--dev", dev, "--base", "nano", "--output-dir", out]
-    words += ["--steps", 2, "--batch-size", 2, "--answer-tokens", 12, "--answer-batch-size", 6]
-    words += ["--questions", 1, "--minutes"]
+    """Stopped at once, gone on with to the end, and nothing left to train then."""
+    files = [tmp_path / name for name in ("prompts.jsonl", "solutions.jsonl", "dev.jsonl")]
+    prompts, solutions, dev = files
+    for number, file in enumerate(files):
+        asked = [f"What is {number} + {count}?" for count in range(6)]
+        rows = [{"prompt": text} if file == prompts else {"question": text} for text in asked]
+        rows = [row if file == prompts else {**row, "answer": "#### 4"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    words = ["--prompts", prompts, "--solutions", solutions, "--dev", f"gsm8k={dev}"]
+    words += ["--base", "nano", "--output-dir", out, "--steps", 2, "--adapter-steps", 2]
+    words += ["--batch-size", 2, "--answer-tokens", 12, "--answer-batch-size", 6, "--writers", 2]
+    words += ["--rate", 1e-4, "--adapter-rate", 1e-3, "--questions", 1, "--minutes"]
     told = run("smollm2_gpu.py", *words, 0.001)
-    assert "stopped while it trained gated: the same command goes on" in told
-    assert f"the scores are in {out / 'scores.json'}" in run("smollm2_gpu.py", *words, 9)
-    record = json.loads((out / "scores.json").read_text())
-    assert {(one["model"], one["mode"], one["n"]) for one in record["results"]} == {
-        (name, mode, 1)
-        for name in ("nano", *(str(out / way) for way in ("gated", "sbd", "twin")))
-        for mode in ("ntp", "sbd", "verified")
-    }
-    answers = [(out / way / "_run" / "answers.jsonl").read_text() for way in ("gated", "twin")]
-    assert answers[0] == answers[1] != ""
-    logs = [(out / way / "log.jsonl").read_text() for way in ("sbd", "twin")]
+    assert "stopped before answers-0, answers-1 was done: the same goes on" in told
+    assert f"all is in {out}" in run("smollm2_gpu.py", *words, 9)
+    modes = {}
+    for name in ("base", "gated", "sbd", "twin"):
+        results = json.loads((out / f"{name}-gsm8k-dev.json").read_text())["results"]
+        modes[name] = [one["mode"] for one in results]
+        assert all(one["n"] == 1 for one in results)
+    assert modes["base"] == modes["twin"] == ["ntp"]
+    assert modes["gated"] == modes["sbd"] == ["ntp", *["sbd"] * 5, "verified"]
+    answers = (out / "gated" / "_run" / "answers.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["index"] for line in answers) == list(range(6))
+    logs = [(out / way / "log.jsonl").read_text() for way in ("gated", "sbd", "twin")]
     assert all('"step": 2' in log for log in logs)

@@ -69,14 +69,14 @@ def test_turns_are_whole_new_and_the_same_in_any_batch(monkeypatch) -> None:
 
 def test_the_model_goes_on_from_where_the_user_begins_to_speak(monkeypatch) -> None:
     asked: list[Any] = []
-    stream = prompts.stream
+    finished = prompts.finished
 
     def noted(model: Any, ids: Any, **options: Any) -> Any:
         assert set(map(tuple, ids)) == {tuple(ids[0])}
         asked.append((ids[0], options["stop"]))
-        return stream(model, ids, **options)
+        return finished(model, ids, **options)
 
-    monkeypatch.setattr(prompts, "stream", noted)
+    monkeypatch.setattr(prompts, "finished", noted)
     assert texts(speaking("hello"), 1) == ["hello"]
     # words that end a turn instead of a special token
     assert texts(speaking("helloxyz", after="xyz"), 1) == ["hello"]
@@ -145,9 +145,9 @@ def test_where_turns_begin_and_end(checkpoint, monkeypatch, family) -> None:
                 break
         words = {"token_ids": given[:count], "text": pieces.text}
         reason = "stop" if stopped else "length"
-        yield SimpleNamespace(row=0, generation=SimpleNamespace(**words, finish_reason=reason))
+        yield 0, SimpleNamespace(**words, finish_reason=reason)
 
-    monkeypatch.setattr(prompts, "stream", answered)
+    monkeypatch.setattr(prompts, "finished", answered)
     assert [text for _, text in sample_prompts(model, 1)] == [turn]
     assert begun == [tokenizer.encode(before.rstrip(" "), add_special_tokens=False)]
 
