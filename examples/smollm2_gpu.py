@@ -39,10 +39,16 @@ WAYS = {
     "twin": [*WHOLE, "--objective", "ntp"],
 }  # fmt: skip
 NTP = ["--mode", "ntp"]
-BLOCKS = [*NTP, "--mode", "sbd", "--mode", "verified", "--block-size", "8", "--branches", "1",
-          "--seeds", "0", "--lookup", "8"]  # fmt: skip
-MODES = {"base": NTP, "gated": BLOCKS, "sbd": BLOCKS, "twin": NTP}
-SOLVERS = ("entropy:0.1", "entropy:0.35", "entropy:0.6", "prefix:0.9", "prefix:0.7")
+BLOCKS = [*NTP, "--mode", "sbd", "--mode", "verified", "--branches", "1", "--seeds", "0",
+          "--lookup", "8", "--solver", "entropy:0.1", "--solver", "entropy:0.35",
+          "--solver", "prefix:0.9", "--solver", "prefix:0.7"]  # fmt: skip
+MODES = {
+    "base": NTP,
+    "gated": [*BLOCKS, "--block-size", "8"],
+    "sbd": [*BLOCKS, "--block-size", "16"],
+    "twin": NTP,
+}
+START = 0.5  # minutes until a training that was started takes its first step
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -106,19 +112,19 @@ def training(folder: Path, words: list[str]) -> list[str]:
     return [*words, *WAYS[folder.name], *resume, "--output-dir", str(folder)]
 
 
-def measuring(models: Mapping[str, str], tasks: list[str], out: Path, count: int) -> dict:
+def evaluations(models: Mapping[str, str], tasks: list[str], out: Path, count: int) -> dict:
     """The words of each model's evaluation on each task, by the name of its record."""
     jobs = {}
     for task in tasks:
         kind, _, file = task.partition("=")
         for name, model in models.items():
+            if (kind, name) == ("perplexity", "gated"):
+                continue  # the base's
             record = out / f"{name}-{kind}-{Path(file).stem}.json"
             words = ["-m", "setblock", "evaluate", model, "--task", kind, "--data", file]
             words += ["--limit", str(count), "--batch-size", str(count), "--out", str(record)]
             if kind != "perplexity":
                 words += [*MODES[name], "--max-new-tokens", "160"]
-                for solver in SOLVERS if MODES[name] == BLOCKS else ():
-                    words += ["--solver", solver]
             jobs[record.stem] = [*words, *["--resume"] * record.exists()]
     return jobs
 
@@ -128,6 +134,7 @@ def main(
     solutions: Annotated[Path, typer.Option(help="GSM8K's rows, for the other two.")],
     dev: Annotated[list[str], typer.Option(help="TASK=FILE, to measure with; again.")],
     minutes: Annotated[float, typer.Option(help="Until it stops, with checkpoints.")],
+    measuring: Annotated[float, typer.Option(help="Minutes of these, to measure in.")] = 1.5,
     base: Annotated[str, typer.Option(help="A chat MODEL.")] = "smollm2-base",
     adapter: Annotated[
         str | None, typer.Option(help="The gated adapter that is trained on. Default: a new one.")
@@ -135,13 +142,13 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="One folder a model, and the records.")] = Path(
         "runs/smollm2-gpu"
     ),
-    adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training.")] = 1200,
-    steps: Annotated[int, typer.Option(help="Of the two others'.")] = 1000,
+    adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training at most.")] = 3000,
+    steps: Annotated[int, typer.Option(help="Of the two others' at most.")] = 1500,
     batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 64,
     adapter_rate: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 1e-3,
     rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 4e-4,
     answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 176,
-    answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 1024,
+    answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 256,
     writers: Annotated[int, typer.Option(help="Processes that write answers.")] = 4,
     questions: Annotated[int, typer.Option(help="Of each task.")] = 300,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -155,6 +162,11 @@ def main(
         return
     output_dir.mkdir(parents=True, exist_ok=True)
     jobs = Together(output_dir, time.monotonic() + 60 * minutes)
+    trained = jobs.until - 60 * (measuring + START)
+
+    def time_left() -> list[str]:
+        return ["--max-minutes", str(max((trained - time.monotonic()) / 60, 0.1))]
+
     common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "16384"]
     common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
     left = [name for name in WAYS if not (output_dir / name / "summary.json").exists()]
@@ -162,7 +174,7 @@ def main(
         if name != "gated":
             words = ["--model", base, "--data", str(solutions), "--max-steps", str(steps)]
             words += ["--learning-rate", str(rate), *common]
-            jobs.start(name, training(output_dir / name, words))
+            jobs.start(name, training(output_dir / name, [*words, *time_left()]))
     if "gated" in left and not answers.exists():
         own = [__file__, *sys.argv[1:], "--part"]
         names = [f"answers-{number}" for number in range(writers)]
@@ -175,11 +187,11 @@ def main(
         words = ["--model", adapter or base, "--data", str(prompts), "--prompt-field", "prompt"]
         words += ["--answers", "model", "--answer-tokens", str(answer_tokens)]
         words += ["--max-steps", str(adapter_steps), "--learning-rate", str(adapter_rate), *common]
-        jobs.start("gated", training(output_dir / "gated", words))
+        jobs.start("gated", training(output_dir / "gated", [*words, *time_left()]))
     if not jobs.wait(*left):
         return
     models = {"base": base, **{name: str(output_dir / name) for name in WAYS}}
-    for name, words in (todo := measuring(models, dev, output_dir, questions)).items():
+    for name, words in (todo := evaluations(models, dev, output_dir, questions)).items():
         jobs.start(name, words)
     if jobs.wait(*todo):
         typer.echo(f"all is in {output_dir}, the records too: {', '.join(todo)}")

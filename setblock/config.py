@@ -88,6 +88,13 @@ class SBDConfig(SFTConfig):
             "choices": list(IDLE_BLOCKS),
         },
     )
+    max_minutes: float | None = field(
+        default=None,
+        metadata={
+            "help": "This call trains no longer; its learning rate is by then where max_steps, or "
+            "the epochs, would have it. Default: no limit."
+        },
+    )
     logits_chunk_size: int = field(
         default=1024,
         metadata={"help": "Labels whose logits are in memory at a time."},
@@ -144,6 +151,8 @@ class SBDConfig(SFTConfig):
             raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
         if self.end_fill is not None and self.end_fill < 0:
             raise ValueError(f"end_fill must be at least 0, got {self.end_fill}")
+        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
+            raise ValueError(f"max_minutes must be a number above 0, got {self.max_minutes}")
         if self.logits_chunk_size < 1:
             raise ValueError(f"logits_chunk_size must be at least 1, got {self.logits_chunk_size}")
         if self.mask_token_id is not None and self.mask_token_id < 0:

@@ -25,7 +25,15 @@ REFUSED = ("chat_template_path", "eos_token")  # fields of SFTConfig that are th
 ATTENTIONS = ("sdpa", "flex_attention")
 # Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
 FREE = (
-    *("output_dir", "max_steps", "num_train_epochs", "run_name", "report_to", "disable_tqdm"),
+    *(
+        "output_dir",
+        "max_steps",
+        "max_minutes",
+        "num_train_epochs",
+        "run_name",
+        "report_to",
+        "disable_tqdm",
+    ),
     *("logging_", "save_", "eval_", "hub_", "push_to_hub", "log_", "dataloader_num_workers"),
     *("do_", "load_best", "metric_for", "greater_is", "ddp_timeout", "logits_chunk_size"),
 )

@@ -44,6 +44,7 @@ from setblock.config import SBDConfig
 from setblock.head import check_head
 from setblock.masks import CLEAN, WholeRows
 from setblock.model import Model, ends_of
+from setblock.timelimit import TimeLimit
 from setblock.totals import Totals
 from setblock.views import label_scores
 
@@ -120,6 +121,7 @@ class SBDTrainer(SFTTrainer):
     ) -> None:
         if not isinstance(args, SBDConfig):
             raise TypeError(f"args must be an SBDConfig, got {type(args).__name__}")
+        limits = [] if args.max_minutes is None else [TimeLimit(args.max_minutes)]
         # Here, since trl prepares the data in __init__; a name has none yet.
         self._generation = getattr(model, "generation_config", None)
         super().__init__(
@@ -128,7 +130,7 @@ class SBDTrainer(SFTTrainer):
             train_dataset=with_sample_ids(train_dataset),
             eval_dataset=map_datasets(with_sample_ids, eval_dataset),
             processing_class=processing_class,
-            callbacks=[_Clock(self), *(callbacks or [])],
+            callbacks=[_Clock(self), *limits, *(callbacks or [])],
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,

@@ -108,7 +108,10 @@ class LogLines(TrainerCallback):
         done = state.global_step - self._first
         if not (state.is_world_process_zero and parts and done):
             return
-        left = (time.monotonic() - self._begin) / done * (state.max_steps - state.global_step)
+        spent = time.monotonic() - self._begin
+        left = spent / done * (state.max_steps - state.global_step)
+        if args.max_minutes is not None:
+            left = min(left, max(60 * args.max_minutes - spent, 0.0))
         parts.append(f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left")
         self.say(f"step {state.global_step} of {state.max_steps}: {', '.join(parts)}")
 

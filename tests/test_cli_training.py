@@ -265,6 +265,8 @@ def test_bad_runs_are_refused(checkpoint, rows, tmp_path, monkeypatch, capsys, w
         (["--matp-weight", "nan"], "matp_weight"),
         (["--idle-blocks", "keep", "--objective", "ntp"], "idle_blocks 'keep' is for objective"),
         (["--idle-blocks", "hide"], "idle_blocks must be one of|invalid choice: 'hide'"),
+        (["--max-minutes", "0"], "max_minutes must be a number above 0, got 0.0"),
+        (["--max-minutes", "inf"], "max_minutes must be a number above 0, got inf"),
         (["--logits-chunk-size", "0"], "logits_chunk_size must be at least 1"),
         (["--end-fill", "-1"], "end_fill must be at least 0"),
         (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps must be at least 1"),

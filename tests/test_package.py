@@ -46,7 +46,7 @@ LEVELS = (
         "kernels",
     ),
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "graphs"),
-    ("model", "totals"),
+    ("model", "totals", "timelimit"),
     ("loading", "decode", "pieces", "views", "export"),
     ("verified", "likelihood", "train", "vllm"),
     ("generation",),

@@ -220,7 +220,8 @@ def train(
     rows whose blocks are masked throughout, or from some position to their end), --matp-weight (of
     the masked-token loss), --self-distill (how far its target is the model's own distribution),
     --first-slot-loss yes|no, --end-fill (end tokens behind an answer), --drop-ragged-block,
-    --idle-blocks drop|keep, --logits-chunk-size. docs/training.md says more of each.
+    --idle-blocks drop|keep, --logits-chunk-size, --max-minutes (the learning rate then falls by the
+    clock). docs/training.md says more of each.
 
     Ctrl-C or SIGTERM saves a checkpoint after the step; --resume goes on from it.
     """
