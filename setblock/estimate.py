@@ -21,6 +21,7 @@ def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
     the model before it is cut. What DeepSpeed cuts up depends on its stage, and is not divided.
     done: steps of a run that goes on; seconds are those of the steps that are left.
     Effects: one forward and backward, without a trace in weights, gradients, noise or log.
+    Raises: ValueError for rows that are too few or do not fit into memory.
     """
     args, network = trainer.args, trainer.model
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
@@ -53,10 +54,19 @@ def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
         batch = {name: value.to(args.device) for name, value in batch.items()}
         tokens = int((batch["document"] >= 0).sum())
         network.train()
+        _recompute(trainer)
         begin = time.perf_counter()
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(network, batch)
-        loss.backward()
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(network, batch)
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"per_device_train_batch_size={args.per_device_train_batch_size} does not fit: a "
+                f"micro-batch of {tokens:,} tokens needs more memory than the GPU has left. Lower "
+                "it and raise gradient_accumulation_steps, or lower max_length or "
+                "logits_chunk_size"
+            ) from error
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
@@ -73,6 +83,19 @@ def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
     if steps > 0:
         cost |= {"steps": steps, "seconds": seconds * per_step * max(steps - done, 0)}
     return cost
+
+
+def _recompute(trainer: SBDTrainer) -> None:
+    """Effects: layers keep as much for the backward pass as in training, which says so only when it
+    begins.
+    """
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # its new name, its old one
+        if getattr(trainer.args, name, None):
+            options = dict(getattr(trainer.args, f"{name}_kwargs") or {})
+            own = {key: options.pop(key) for key in ("every_n_layers", "offload") if key in options}
+            enable: Any = getattr(trainer.model, f"{name}_enable")
+            enable(**{f"{name}_kwargs": options or None}, **own)
+            return
 
 
 def _shards(trainer: SBDTrainer) -> int:

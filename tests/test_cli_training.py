@@ -187,6 +187,40 @@ def test_estimate_is_printed_and_leaves_no_trace(
     assert again["train_loss"] == summary["train_loss"]
 
 
+@pytest.mark.parametrize(("word", "again"), [("yes", True), ("no", False)])
+def test_what_is_tried_keeps_as_much_as_training(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, word, again
+) -> None:
+    """Layers that are computed anew in the backward pass are in the trial too."""
+    seen: list[int] = []
+    compute_loss = SBDTrainer.compute_loss
+
+    def noted(self: Any, model: Any, *words: Any, **options: Any) -> Any:
+        layers = [getattr(one, "gradient_checkpointing", False) for one in model.modules()]
+        seen.append(sum(map(bool, layers)))
+        return compute_loss(self, model, *words, **options)
+
+    monkeypatch.setattr(SBDTrainer, "compute_loss", noted)
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "a")
+    train(monkeypatch, capsys, *where, "--gradient-checkpointing", word)
+    assert len(seen) == 4
+    assert len(set(seen)) == 1, "the trial is as the steps"
+    assert bool(seen[0]) is again
+
+
+def test_a_batch_that_does_not_fit(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    def full(*words: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 342.00 MiB.")
+
+    monkeypatch.setattr(SBDTrainer, "compute_loss", full)
+    where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "a")
+    with pytest.raises(SystemExit):
+        train(monkeypatch, capsys, *where)
+    told = one_line(capsys)
+    assert "per_device_train_batch_size=2 does not fit: a micro-batch of" in told
+    assert "raise gradient_accumulation_steps" in told
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
