@@ -97,9 +97,11 @@ def room_for(model: Model, rows: int, cached: int, queries: int, before: int) ->
 
 
 def forwards(
-    model: Model, batch: int, cached: list[int], queries: list[int], repeats: int
+    model: Model, batch: int, cached: list[int], queries: list[int], repeats: int, graphs: bool
 ) -> list[dict[str, Any]]:
-    """A line for each forward of so many rows that fits, beside the roofline's."""
+    """A line for each forward of so many rows that fits, beside the roofline's, to which graphs
+    need no time to be launched.
+    """
     lines: list[dict[str, Any]] = []
     for length in cached:
         fit: list[int] = []
@@ -110,7 +112,8 @@ def forwards(
             lines += benchmark.forward_costs(model, [length], fit, batch, repeats)
             console.print(f"{batch} rows behind {length} tokens: {lines[-1]['seconds']:.4f} s")
     machine = machines.device_of(model.device, model.dtype)
-    return beside_measured(machines.dimensions_of(model.network.config), machine, lines, DISPATCH_S)
+    dispatch_s = 0.0 if graphs else DISPATCH_S
+    return beside_measured(machines.dimensions_of(model.network.config), machine, lines, dispatch_s)
 
 
 def reached(model: Model, lines: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
@@ -238,7 +241,9 @@ def main(
             if line.get("speedup"):
                 console.print(f"{line['contender']} behind {length}: {line['speedup']:.2f}x")
     for batch in batches if part != "answers" else ():
-        record["forwards"] += forwards(model, batch, lengths, widths, repeats)
+        record["forwards"] += forwards(
+            model, batch, lengths, widths, repeats, compile in (Compile.on, Compile.graphs)
+        )
         save()
     table = Table(title="Speed-up for so many tokens per forward, blocks of 16")
     for name in ("rows", "cached", *map(str, RATES)):

@@ -144,7 +144,7 @@ def main(
     ),
     adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training at most.")] = 3000,
     steps: Annotated[int, typer.Option(help="Of the two others' at most.")] = 1500,
-    batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 32,
     adapter_rate: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 1e-3,
     rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 4e-4,
     answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 176,
@@ -167,7 +167,7 @@ def main(
     def time_left() -> list[str]:
         return ["--max-minutes", str(max((trained - time.monotonic()) / 60, 0.1))]
 
-    common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "16384"]
+    common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "4096"]
     common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
     left = [name for name in WAYS if not (output_dir / name / "summary.json").exists()]
     for name in left:

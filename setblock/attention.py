@@ -2,7 +2,8 @@
 
 transformers' own copies keys and values once for each query head wherever a mask is given to more
 than one token. A block has a mask, and its copy is the whole cache, in every layer: here none is
-made. It is scaled_dot_product_attention all the same.
+made. On a GPU a long cache of one row is looked at in pieces. It is torch's
+scaled_dot_product_attention, or a kernel of it, all the same.
 """
 
 from typing import Any
@@ -17,6 +18,9 @@ from transformers.masking_utils import sdpa_mask
 NAME = "setblock"  # for set_attn_implementation
 # Query tokens of a forward; a longer one is bound by arithmetic.
 MOST_ON_CPU, MOST = 2048, 64
+# (slots of a cache, the pieces that it is cut into from so many on), the first that fits.
+PIECES = ((4096, 16), (1024, 8))
+ALIGNED = 8  # slots of a piece are a multiple of it, as the kernel wants its mask
 
 
 def attend(
@@ -53,7 +57,11 @@ def attend(
             query, key, value, attention_mask, scale=scaling, enable_gqa=True
         )
     else:
-        result = folded(query, key, value, attention_mask, scaling)
+        count = num_pieces(query.device, len(key), key.shape[2])
+        if attention_mask is None or count == 1:
+            result = folded(query, key, value, attention_mask, scaling)
+        else:
+            result = in_pieces(query, key, value, attention_mask, scaling, count)
     return result.transpose(1, 2).contiguous(), None
 
 
@@ -70,6 +78,50 @@ def folded(
     query = query.reshape(batch, shared, -1, width)
     result = scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     return result.reshape(batch, heads, length, -1)
+
+
+def num_pieces(device: torch.device, batch: int, seen: int) -> int:
+    """Pieces of a cache of so many rows and slots that are looked at side by side.
+
+    The kernels that take a mask go through a cache with one of a GPU's processors for each head of
+    a row and 64 queries. Of one row that leaves most of a large GPU idle.
+    """
+    if device.type != "cuda" or batch > 1:
+        return 1
+    count = next((count for slots, count in PIECES if seen >= slots), 1)
+    return count if seen % (count * ALIGNED) == 0 else 1
+
+
+def in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, count: int
+) -> Tensor:
+    """As `folded`, of one row whose cache is `count` rows of as many slots each; what they say is
+    joined by how much of the whole softmax each of them has.
+    """
+    _, heads, length, width = query.shape
+    shared, size = key.shape[1], key.shape[2] // count
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    if length > 1:
+        bias = bias.repeat(1, 1, heads // shared, 1)
+    bias = bias[0].unflatten(2, (count, size)).permute(2, 0, 1, 3)
+    key, value = (one[0].unflatten(1, (count, size)).transpose(0, 1) for one in (key, value))
+    query = query.reshape(1, shared, -1, width).expand(count, -1, -1, -1)
+    rows = query.shape[2]
+    bias = bias.expand(count, shared, rows, size)
+    result, logsumexp = efficient(query, key, value, bias, scaling)
+    # A piece of which nothing is seen has no share, whatever a kernel makes of it.
+    logsumexp = logsumexp[:, :, :rows].nan_to_num(nan=-torch.inf, posinf=-torch.inf)
+    share = logsumexp.softmax(dim=0)[..., None]
+    result = torch.where(share > 0, result * share, 0.0).sum(dim=0)
+    return result.to(query.dtype).reshape(1, heads, length, width)
+
+
+def efficient(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """(what torch's kernel for masks says, the log of each softmax's sum)."""
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, bias, True, scale=scaling)[:2]
 
 
 AttentionInterface.register(NAME, attend)

@@ -179,7 +179,7 @@ def _in_turns(
     cache = model.new_cache(batch_size, cached + max(widths) + 1)
     cache.lengths = np.full(batch_size, cached)
     _forward_seconds(model, cache, max(widths), 0, 1)  # makes the memory, of zeros
-    cache.fill_at_random()
+    cache.memory.fill_at_random()
     return [
         {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
         for _ in range(repeats + WARM_UPS)

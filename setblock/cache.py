@@ -59,6 +59,14 @@ class Memory:
                 tensors[number] = old.new_zeros(*old.shape[:2], self.room, old.shape[3])
                 tensors[number][:, :, : old.shape[2]] = old
 
+    def fill_at_random(self) -> None:
+        """Effects: random keys and values wherever a forward has made room; to measure with, as
+        zeros take less power to compute with.
+        """
+        for tensors in self._layers.values():
+            for tensor in tensors:
+                tensor.normal_()
+
     def clear(self) -> None:
         """Zeros again, before another cache gets it."""
         for tensors in self._layers.values():
@@ -221,15 +229,6 @@ class PrefixCache(Cache):
         """Take the last counts[b] tokens of row b's prefix out of it."""
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
-
-    def fill_at_random(self) -> None:
-        """Effects: random keys and values in all memory that a forward has made; to measure with,
-        as zeros take less power to compute with.
-        """
-        for layer in self.layers:
-            assert isinstance(layer, _PrefixLayer)
-            for tensor in (layer.keys, layer.values):
-                tensor.normal_()
 
     def select(self, rows: Int[ndarray, " rows"]) -> None:
         """Keep only these rows, in this order, each once, at the front of the memory.

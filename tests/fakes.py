@@ -207,3 +207,16 @@ def saying(answer: list[int], start: int = 1, model_class=TableModel) -> TableMo
     targets[start : start + len(answer)] = torch.tensor(answer)
     logits = 20 * torch.nn.functional.one_hot(targets, 3 + len(LETTERS)).float()
     return model_class(logits[1:, None].repeat(1, 3 + len(LETTERS), 1), logits[:-1])
+
+
+def in_full(
+    query: Any, key: Any, value: Any, bias: Any, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attention.efficient` asks a GPU's kernel for, and what that may put where nothing is
+    seen, or beyond its rows.
+    """
+    scaling = scaling or query.shape[-1] ** -0.5
+    scores = query @ key.transpose(2, 3) * scaling + bias
+    found = scores.logsumexp(dim=-1)
+    result = scores.softmax(dim=-1) @ value
+    return result, torch.nn.functional.pad(found, (0, 5), value=torch.inf)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import in_full
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from setblock import attention
@@ -38,6 +39,52 @@ def test_attention_is_transformers_own(batch, length):
         assert torch.allclose(
             attention.attend(module, query, key, value, one)[0], expected, atol=1e-6
         )
+
+
+@pytest.mark.parametrize(("seen", "count"), [(64, 2), (128, 4), (96, 3), (128, 16)])
+@pytest.mark.parametrize("length", [1, 2, 16])
+@torch.no_grad()
+def test_a_cache_in_pieces_says_the_same(monkeypatch, length, seen, count):
+    monkeypatch.setattr(attention, "efficient", in_full)
+    query, key, value, mask = tensors(1, length, seen)
+    mask[..., seen // 2 :] = False  # whole pieces of which nothing is seen
+    for scaling in (None, 0.3):
+        expected = attention.folded(query, key, value, mask, scaling)
+        found = attention.in_pieces(query, key, value, mask, scaling, count)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_what_is_cut_into_pieces():
+    """Long caches of one row on a GPU, of slots that divide into pieces."""
+    for place, batch, seen, count in (
+        ("cuda", 1, 512, 1), ("cuda", 1, 1024, 8), ("cuda", 1, 1536, 8), ("cuda", 1, 4096, 16),
+        ("cuda", 1, 33280, 16), ("cuda", 1, 1030, 1), ("cuda", 2, 4096, 1), ("cpu", 1, 4096, 1),
+    ):  # fmt: skip
+        assert attention.num_pieces(torch.device(place), batch, seen) == count
+
+
+def test_the_kernel_is_torchs():
+    """In the order in which it takes them."""
+    schema = str(torch.ops.aten._scaled_dot_product_efficient_attention.default._schema)
+    given = schema.partition("(")[2].partition("dropout_p")[0]
+    assert given.split(", ")[:5] == [
+        "Tensor query", "Tensor key", "Tensor value", "Tensor? attn_bias", "bool compute_log_sumexp"
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_attention_cuts_where_it_says(monkeypatch):
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    monkeypatch.setattr(attention, "efficient", in_full)
+    monkeypatch.setattr(attention, "num_pieces", lambda *_: 4)
+    monkeypatch.setattr(attention, "folded", None)
+    for length in (1, 16):
+        query, key, value, mask = tensors(1, length, 64)
+        expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+        query = query.requires_grad_(length > 1)  # several tokens of a CPU take another kernel
+        with torch.set_grad_enabled(length > 1):
+            found, _ = attention.attend(module, query, key, value, mask)
+        assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_no_copy_of_keys_is_made(monkeypatch):

@@ -10,11 +10,13 @@ import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 import typer
+from fakes import in_full
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -377,15 +379,81 @@ def test_the_three_models_of_a_gpu(tmp_path) -> None:
     words += ["--rate", 1e-4, "--adapter-rate", 1e-3, "--questions", 1, "--minutes"]
     told = run("smollm2_gpu.py", *words, 0.001)
     assert "stopped before answers-0, answers-1 was done: the same goes on" in told
-    assert f"all is in {out}" in run("smollm2_gpu.py", *words, 9)
+    assert f"all is in {out}" in run("smollm2_gpu.py", *words, 9, "--measuring", 2)
     modes = {}
     for name in ("base", "gated", "sbd", "twin"):
         results = json.loads((out / f"{name}-gsm8k-dev.json").read_text())["results"]
         modes[name] = [one["mode"] for one in results]
         assert all(one["n"] == 1 for one in results)
     assert modes["base"] == modes["twin"] == ["ntp"]
-    assert modes["gated"] == modes["sbd"] == ["ntp", *["sbd"] * 5, "verified"]
+    assert modes["gated"] == modes["sbd"] == ["ntp", *["sbd"] * 4, "verified"]
     answers = (out / "gated" / "_run" / "answers.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["index"] for line in answers) == list(range(6))
     logs = [(out / way / "log.jsonl").read_text() for way in ("gated", "sbd", "twin")]
     assert all('"step": 2' in log for log in logs)
+
+
+def test_the_attention_of_a_gpu(monkeypatch, tmp_path, simulated_graphs):
+    gpu_attention, run_here = imported(monkeypatch, "gpu_attention")
+    monkeypatch.setattr(gpu_attention.attention, "efficient", in_full)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        synchronize = record
+
+        def elapsed_time(self, other: Any) -> float:
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    path = tmp_path / "record.json"
+    few = [
+        "--device",
+        "cpu",
+        "--slots",
+        "128",
+        "--queries",
+        "1",
+        "--queries",
+        "4",
+        "--repeats",
+        "1",
+    ]
+    run_here(*few, "--rows", "1", "--rows", "2", "--out", str(path))
+    results = json.loads(path.read_text())["results"]
+    cells = [(one["batch_size"], one["queries"], one["pieces"]) for one in results]
+    whole = [(batch, count, 1) for batch in (1, 2) for count in (1, 4)]
+    assert sorted(cells) == sorted([*whole, *((1, q, n) for q in (1, 4) for n in (8, 16))])
+    assert all(one["microseconds"] == pytest.approx(150) for one in results)
+    assert len(simulated_graphs) == 8
+    assert all(0 < one["error"] < 0.02 for one in results)
+
+
+def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) -> None:
+    smollm2_gpu, run_here = imported(monkeypatch, "smollm2_gpu")
+    started: dict[str, list[str]] = {}
+
+    class Together:
+        def __init__(self, folder: Path, until: float) -> None:
+            self.until = until
+
+        def start(self, name: str, words: list[str]) -> None:
+            started[name] = words
+
+        def wait(self, *names: str) -> bool:
+            return "gated" not in names
+
+    monkeypatch.setattr(smollm2_gpu, "Together", Together)
+    monkeypatch.setattr(smollm2_gpu, "join_parts", lambda files, out: None)
+    words = ["--prompts", "p", "--solutions", "s", "--dev", "gsm8k=d", "--output-dir", tmp_path]
+    run_here(*words, "--adapter", "mine", "--base", "b", "--minutes", 9, "--writers", 1)
+    trained = {name: words for name, words in started.items() if "--model" in words}
+    models = {name: words[words.index("--model") + 1] for name, words in trained.items()}
+    assert models == {"sbd": "b", "twin": "b", "gated": "mine"}
+    for name in models:
+        limit = started[name][started[name].index("--max-minutes") + 1]
+        assert float(limit) == pytest.approx(9 - 1.5 - 0.5, abs=0.1)
