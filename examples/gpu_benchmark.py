@@ -89,7 +89,8 @@ def room_for(model: Model, rows: int, cached: int, queries: int, before: int) ->
     sizes = machines.dimensions_of(model.network.config)
     cache = 2 * sizes.layers * sizes.cache * (cached + queries) * model.dtype.itemsize
     logits = (3 * queries + before) * model.vocab_size * 4
-    mask = queries * (cached + queries) * (1 + model.dtype.itemsize)
+    heads = sizes.attention // sizes.cache  # that share a key: each has a line of the mask
+    mask = queries * (cached + queries) * (1 + heads * model.dtype.itemsize)
     # What graphs have kept for an earlier size of batch goes when this one's cache is made.
     kept = torch.cuda.memory_reserved(model.device) - model.weight_bytes
     free = torch.cuda.mem_get_info(model.device)[0] + kept

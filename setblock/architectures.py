@@ -78,13 +78,22 @@ def attention_mask(
 def decoding_mask(
     network: Any, queries: Layout, cache: PrefixCache, windows: dict[str, int | None]
 ) -> Any:
-    """As `attention_mask`, where the keys are what the cache looks at once the queries are staged.
+    """As `attention_mask`, where the keys are what the cache looks at once the queries are staged;
+    on a GPU, for a few queries, `attention.bias_of` it.
 
     queries: on the device.
     """
     if _rule(network) is not visible:
         return attention_mask(network, queries, cache.keys_layout(queries), windows)
-    return _by_layers({kind: cache.visible(queries, width) for kind, width in windows.items()})
+    masks = {kind: cache.visible(queries, width) for kind, width in windows.items()}
+    config: Any = network.config
+    few = cache.there.device.type == "cuda" and queries.position.shape[1] <= attention.MOST
+    if few and config._attn_implementation == attention.NAME:
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        for kind, mask in masks.items():
+            masks[kind] = attention.bias_of(mask, heads, shared, network.dtype)
+    return _by_layers(masks)
 
 
 def _rule(network: Any) -> Callable[..., Any]:

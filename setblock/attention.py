@@ -17,9 +17,11 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "setblock"  # for set_attn_implementation
 # Query tokens of a forward; a longer one is bound by arithmetic.
-MOST_ON_CPU, MOST = 2048, 64
-# (slots of a cache, the pieces that it is cut into from so many on), the first that fits.
+MOST_ON_CPU, MOST = 2048, 512
+# (slots of a cache, the pieces that it is cut into at most from so many on), the first that fits.
 PIECES = ((4096, 16), (1024, 8))
+MOST_BLOCKS = 256  # pieces of work; an H100 has 132 processors for them
+QUERIES = 64  # of a piece of work
 ALIGNED = 8  # slots of a piece are a multiple of it, as the kernel wants its mask
 
 
@@ -33,18 +35,22 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """[batch, length, heads, width] of query [batch, heads, length, width] and key and value
-    [batch, shared heads, cache, width]; a mask [batch, 1, length, cache] is True where seen.
+    [batch, shared heads, cache, width]; a mask [batch, 1, length, cache] is True where seen, or
+    `bias_of` one.
 
     What is none of its business goes to transformers' own: training on a GPU or with dropout, long
     forwards, other masks.
     """
     _, heads, length, _ = query.shape
+    shared, on_cpu = key.shape[1], query.device.type == "cpu"
+    lines = 0 if attention_mask is None else attention_mask.shape[2]
     known = attention_mask is not None and attention_mask.shape[1] == 1
-    if (
-        heads == key.shape[1]
-        or length > (MOST_ON_CPU if query.device.type == "cpu" else MOST)
+    ready = known and 1 < length < lines == heads // shared * length
+    if not ready and (
+        heads == shared
+        or length > (MOST_ON_CPU if on_cpu else MOST)
         or not (known or (attention_mask is None and length == 1))
-        or (torch.is_grad_enabled() and query.device.type != "cpu")
+        or (torch.is_grad_enabled() and not on_cpu)
         or more.get("position_bias") is not None
         or more.get("dropout")
     ):
@@ -52,17 +58,28 @@ def attend(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )
     # Elsewhere its kernels with a mask are slow, and none has a backward pass.
-    if length > 1 and query.device.type == "cpu" and not torch.is_grad_enabled():
+    if length > 1 and on_cpu and not ready and not torch.is_grad_enabled():
         result = scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scaling, enable_gqa=True
         )
+        return result.transpose(1, 2).contiguous(), None
+    count = num_pieces(query.device, len(key), shared, heads // shared * length, key.shape[2])
+    if attention_mask is None or count == 1:
+        result = folded(query, key, value, attention_mask, scaling)
     else:
-        count = num_pieces(query.device, len(key), key.shape[2])
-        if attention_mask is None or count == 1:
-            result = folded(query, key, value, attention_mask, scaling)
-        else:
-            result = in_pieces(query, key, value, attention_mask, scaling, count)
+        result = in_pieces(query, key, value, attention_mask, scaling, count)
     return result.transpose(1, 2).contiguous(), None
+
+
+def bias_of(mask: Tensor, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
+    """What is added to scores where a mask [batch, 1, length, cache] is True where seen, for the
+    queries of all heads that share a key: [batch, 1, heads / shared * length, cache], or of one
+    query [batch, 1, 1, cache].
+
+    Made once for all layers of a forward, each of which would make it anew of the mask.
+    """
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return bias.repeat(1, 1, heads // shared, 1) if mask.shape[2] > 1 else bias
 
 
 def folded(
@@ -70,26 +87,32 @@ def folded(
 ) -> Tensor:
     """Attention where query heads that share a key are queries of one head, [batch, heads, length,
     width].
+
+    mask: a mask or `bias_of` one.
     """
     batch, heads, length, width = query.shape
     shared = key.shape[1]
-    if mask is not None and length > 1:
+    if mask is not None and 1 < mask.shape[2] == length:
         mask = mask.repeat(1, 1, heads // shared, 1)
     query = query.reshape(batch, shared, -1, width)
     result = scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     return result.reshape(batch, heads, length, -1)
 
 
-def num_pieces(device: torch.device, batch: int, seen: int) -> int:
+def num_pieces(device: torch.device, batch: int, shared: int, queries: int, seen: int) -> int:
     """Pieces of a cache of so many rows and slots that are looked at side by side.
 
+    queries: of each of `shared` heads.
     The kernels that take a mask go through a cache with one of a GPU's processors for each head of
-    a row and 64 queries. Of one row that leaves most of a large GPU idle.
+    a row and QUERIES of its queries. Of one row that leaves most of a large GPU idle.
     """
     if device.type != "cuda" or batch > 1:
         return 1
+    blocks = shared * -(-queries // QUERIES)
     count = next((count for slots, count in PIECES if seen >= slots), 1)
-    return count if seen % (count * ALIGNED) == 0 else 1
+    while count > 1 and (count * blocks > MOST_BLOCKS or seen % (count * ALIGNED)):
+        count //= 2
+    return count
 
 
 def in_pieces(
@@ -100,9 +123,7 @@ def in_pieces(
     """
     _, heads, length, width = query.shape
     shared, size = key.shape[1], key.shape[2] // count
-    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    if length > 1:
-        bias = bias.repeat(1, 1, heads // shared, 1)
+    bias = bias_of(mask, heads, shared, query.dtype) if mask.dtype == torch.bool else mask
     bias = bias[0].unflatten(2, (count, size)).permute(2, 0, 1, 3)
     key, value = (one[0].unflatten(1, (count, size)).transpose(0, 1) for one in (key, value))
     query = query.reshape(1, shared, -1, width).expand(count, -1, -1, -1)

@@ -58,9 +58,32 @@ def test_what_is_cut_into_pieces():
     """Long caches of one row on a GPU, of slots that divide into pieces."""
     for place, batch, seen, count in (
         ("cuda", 1, 512, 1), ("cuda", 1, 1024, 8), ("cuda", 1, 1536, 8), ("cuda", 1, 4096, 16),
-        ("cuda", 1, 33280, 16), ("cuda", 1, 1030, 1), ("cuda", 2, 4096, 1), ("cpu", 1, 4096, 1),
+        ("cuda", 1, 33280, 16), ("cuda", 1, 1030, 1), ("cuda", 1, 1056, 4), ("cuda", 2, 4096, 1),
+        ("cpu", 1, 4096, 1),
     ):  # fmt: skip
-        assert attention.num_pieces(torch.device(place), batch, seen) == count
+        assert attention.num_pieces(torch.device(place), batch, 8, 64, seen) == count
+    for queries, count in ((4, 16), (128, 16), (129, 8), (256, 8), (512, 4), (1088, 1)):
+        assert attention.num_pieces(torch.device("cuda"), 1, 8, queries, 8704) == count
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [1, 2, 16])
+@torch.no_grad()
+def test_a_bias_is_its_mask(monkeypatch, batch, length):
+    """Made once, it says in every layer what the mask would; pieces take either."""
+    monkeypatch.setattr(attention, "efficient", in_full)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(batch, length, 64)
+    bias = attention.bias_of(mask, 6, 2, torch.float32)
+    assert bias.shape == (batch, 1, 3 * length if length > 1 else 1, 64)
+    expected, _ = attention.attend(module, query, key, value, mask)
+    found, _ = attention.attend(module, query, key, value, bias)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.equal(bias[:, :, :length] == 0, mask)
+    if batch == 1:
+        monkeypatch.setattr(attention, "num_pieces", lambda *_: 4)
+        found, _ = attention.attend(module, query, key, value, bias)
+        assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_the_kernel_is_torchs():
