@@ -69,7 +69,10 @@ def read_settings(source: str) -> dict[str, Any]:
     """
     name = "generation_config.json"
     path = file_of(source, name)
-    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except ValueError as error:
+        raise ModelError(f"{name} of {source} is no JSON: {error}") from None
     settings = content.get("setblock") if isinstance(content, dict) else content
     if settings is not None and not (isinstance(content, dict) and isinstance(settings, dict)):
         raise ModelError(f"{name} must hold an object, and one by the name setblock if any")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
 from setblock.config import SBDConfig
@@ -70,7 +71,17 @@ def _lack(checkpoint: Path) -> str | None:
         return "whole trainer_state.json: a stop cut it short"
     if not any([*checkpoint.glob("optimizer*"), *checkpoint.glob("global_step*")]):  # DeepSpeed's
         return "optimizer state (save_only_model)"
-    return None
+    cut = [file.name for file in checkpoint.glob("*.safetensors") if not _is_whole(file)]
+    return f"whole {cut[0]}" if cut else None
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether safetensors are as long as they say; a full disk leaves less."""
+    try:
+        with safe_open(file, framework="pt"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def read_state(checkpoint: Path) -> TrainerState:

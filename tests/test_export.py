@@ -300,7 +300,11 @@ def test_command(run, checkpoint, tmp_path):
     assert found["output_dir"] == str(tmp_path / "out")
     assert load(tmp_path / "out").mask_token_id == 7
     assert "is not empty" in run("export", folder, tmp_path / "out").error
-    assert "for stock transformers" in run("export", folder, tmp_path / "more").out
+    told = run("export", folder, tmp_path / "more")
+    assert "for stock transformers" in told.out
+    assert "never trained for blocks" not in told.err
+    told = run("export", checkpoint("llama"), tmp_path / "untrained")
+    assert "it was never trained for blocks, so that it decodes token by token" in told.err
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

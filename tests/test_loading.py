@@ -21,7 +21,13 @@ from networks import embeddings, load, token_id, uncached
 
 from setblock import loading
 from setblock.adapters import attach
-from setblock.checkpoint import ModelError, file_of, fingerprint, write_settings
+from setblock.checkpoint import (
+    ModelError,
+    file_of,
+    fingerprint,
+    read_settings,
+    write_settings,
+)
 from setblock.loading import fingerprint_of
 from setblock.masks import causal_layout
 
@@ -521,3 +527,9 @@ def test_the_fingerprint_of_an_adapter_changes_with_its_base(tmp_path):
     (base / "model.safetensors").write_bytes(b"22")
     assert fingerprint_of(str(adapter)) != before
     assert fingerprint_of("owner/name") is None
+
+
+def test_settings_that_are_no_json(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json of .* is no JSON: Expecting"):
+        read_settings(str(tmp_path))

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import TrainerState
 
 from setblock.resume import check_settings, kept_lines, last_checkpoint, write_lines
@@ -17,6 +19,18 @@ def made(folder: Path, *steps: int) -> Path:
         (place / "optimizer.pt").touch()
         TrainerState(global_step=step).save_to_json(str(place / "trainer_state.json"))
     return folder
+
+
+def test_a_checkpoint_whose_weights_were_cut_short_is_passed_over(tmp_path) -> None:
+    folder, said = made(tmp_path / "out", 2, 4), []
+    for step in (2, 4):
+        file = folder / f"checkpoint-{step}" / "model.safetensors"
+        save_file({"a": torch.zeros(100)}, file)
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-4"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
+    told = f"going on from {folder}/checkpoint-2: checkpoint-4 has no whole model.safetensors"
+    assert said == [told]
 
 
 @pytest.mark.parametrize("left", [None, "", '{"epoch": 0.4, "glo', "[1]"])

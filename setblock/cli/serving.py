@@ -56,6 +56,12 @@ def export(
         print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})
         return
     out.print(f"{model_name} is now in {output_dir}, for stock transformers")
+    if not model.chooses_mode:
+        err.print(
+            "it was never trained for blocks, so that it decodes token by token; "
+            "generate(mode='sbd') or 'verified' there asks for another mode",
+            style="dim",
+        )
 
 
 class Engine(StrEnum):
