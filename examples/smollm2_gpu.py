@@ -13,7 +13,6 @@ command goes on.
 """
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -49,7 +48,7 @@ MODES = {
     "twin": NTP,
 }
 START = 0.5  # minutes until a training that was started takes its first step
-STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+SHORTEST = 0.1  # minutes of a training
 
 
 class Together:
@@ -103,6 +102,12 @@ def join_parts(files: list[Path], out: Path) -> None:
         for _, _, row in lines_of(file)
     ]
     write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def finished(summary: Path) -> bool:
+    """Whether a training came to its end, which one that was told to stop did not."""
+    told = summary.read_text(encoding="utf-8") if summary.exists() else None
+    return told is not None and json.loads(told)["stopped_by"] is None
 
 
 def training(folder: Path, words: list[str]) -> list[str]:
@@ -165,11 +170,11 @@ def main(
     trained = jobs.until - 60 * (measuring + START)
 
     def time_left() -> list[str]:
-        return ["--max-minutes", str(max((trained - time.monotonic()) / 60, 0.1))]
+        return ["--max-minutes", str(max((trained - time.monotonic()) / 60, SHORTEST))]
 
     common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "4096"]
     common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
-    left = [name for name in WAYS if not (output_dir / name / "summary.json").exists()]
+    left = [name for name in WAYS if not finished(output_dir / name / "summary.json")]
     for name in left:
         if name != "gated":
             words = ["--model", base, "--data", str(solutions), "--max-steps", str(steps)]
@@ -183,6 +188,10 @@ def main(
         if not jobs.wait(*names):
             return
         join_parts(parts, answers)
+    if "gated" in left and time.monotonic() > trained - 60 * SHORTEST:
+        jobs.stop()
+        typer.echo("no time is left to train gated: the same goes on")
+        return
     if "gated" in left:
         words = ["--model", adapter or base, "--data", str(prompts), "--prompt-field", "prompt"]
         words += ["--answers", "model", "--answer-tokens", str(answer_tokens)]

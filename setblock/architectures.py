@@ -87,11 +87,11 @@ def decoding_mask(
         return attention_mask(network, queries, cache.keys_layout(queries), windows)
     masks = {kind: cache.visible(queries, width) for kind, width in windows.items()}
     config: Any = network.config
-    few = cache.there.device.type == "cuda" and queries.position.shape[1] <= attention.MOST
-    if few and config._attn_implementation == attention.NAME:
+    if cache.there.device.type == "cuda" and config._attn_implementation == attention.NAME:
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
-        for kind, mask in masks.items():
+        few = heads // shared * queries.position.shape[1] <= attention.MOST
+        for kind, mask in masks.items() if few else ():
             masks[kind] = attention.bias_of(mask, heads, shared, network.dtype)
     return _by_layers(masks)
 

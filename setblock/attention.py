@@ -16,13 +16,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "setblock"  # for set_attn_implementation
-# Query tokens of a forward; a longer one is bound by arithmetic.
-MOST_ON_CPU, MOST = 2048, 512
+# Queries of a key that are taken at once, on a CPU tokens; longer forwards are bound by arithmetic.
+MOST_ON_CPU, MOST = 2048, 2048
 # (slots of a cache, the pieces that it is cut into at most from so many on), the first that fits.
 PIECES = ((4096, 16), (1024, 8))
 MOST_BLOCKS = 256  # pieces of work; an H100 has 132 processors for them
 QUERIES = 64  # of a piece of work
-ALIGNED = 8  # slots of a piece are a multiple of it, as the kernel wants its mask
+# A cache that is cut has a multiple of so many slots, as those of graphs have: pieces are aligned
+# then, and torch.compile meets few kinds.
+GRAIN = 512
 
 
 def attend(
@@ -48,12 +50,14 @@ def attend(
     ready = known and 1 < length < lines == heads // shared * length
     if not ready and (
         heads == shared
-        or length > (MOST_ON_CPU if on_cpu else MOST)
+        or (length > MOST_ON_CPU if on_cpu else heads // shared * length > MOST)
         or not (known or (attention_mask is None and length == 1))
         or (torch.is_grad_enabled() and not on_cpu)
         or more.get("position_bias") is not None
         or more.get("dropout")
     ):
+        if attention_mask is not None and lines > length:  # of heads that this layer does not have
+            attention_mask = attention_mask[:, :, :length]
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )
@@ -63,7 +67,9 @@ def attend(
             query, key, value, attention_mask, scale=scaling, enable_gqa=True
         )
         return result.transpose(1, 2).contiguous(), None
-    count = num_pieces(query.device, len(key), shared, heads // shared * length, key.shape[2])
+    count = 1
+    if attention_mask is not None and can_be_cut(query, key, value):
+        count = num_pieces(shared, heads // shared * length, key.shape[2])
     if attention_mask is None or count == 1:
         result = folded(query, key, value, attention_mask, scaling)
     else:
@@ -99,18 +105,35 @@ def folded(
     return result.reshape(batch, heads, length, -1)
 
 
-def num_pieces(device: torch.device, batch: int, shared: int, queries: int, seen: int) -> int:
-    """Pieces of a cache of so many rows and slots that are looked at side by side.
+def can_be_cut(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a kernel of a GPU takes pieces of this cache, which is one row's.
+
+    It is called by its name: what scaled_dot_product_attention does where it is not allowed, or has
+    no such kernel, or under autocast, it does by itself.
+    """
+    return (
+        query.device.type == "cuda"
+        and len(key) == 1
+        and query.dtype == key.dtype == value.dtype
+        and not torch.is_autocast_enabled("cuda")
+        and query.shape[3] % 8 == value.shape[3] % 8 == 0
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+        and (query.dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False))
+    )
+
+
+def num_pieces(shared: int, queries: int, seen: int) -> int:
+    """Pieces of one row's cache of so many slots that are looked at side by side.
 
     queries: of each of `shared` heads.
     The kernels that take a mask go through a cache with one of a GPU's processors for each head of
     a row and QUERIES of its queries. Of one row that leaves most of a large GPU idle.
     """
-    if device.type != "cuda" or batch > 1:
+    if seen % GRAIN:
         return 1
     blocks = shared * -(-queries // QUERIES)
     count = next((count for slots, count in PIECES if seen >= slots), 1)
-    while count > 1 and (count * blocks > MOST_BLOCKS or seen % (count * ALIGNED)):
+    while count > 1 and count * blocks > MOST_BLOCKS:
         count //= 2
     return count
 
@@ -124,17 +147,17 @@ def in_pieces(
     _, heads, length, width = query.shape
     shared, size = key.shape[1], key.shape[2] // count
     bias = bias_of(mask, heads, shared, query.dtype) if mask.dtype == torch.bool else mask
-    bias = bias[0].unflatten(2, (count, size)).permute(2, 0, 1, 3)
+    bias = bias.to(query.dtype)[0].unflatten(2, (count, size)).permute(2, 0, 1, 3)
+    blind = (bias == -torch.inf).all(dim=3)
     key, value = (one[0].unflatten(1, (count, size)).transpose(0, 1) for one in (key, value))
     query = query.reshape(1, shared, -1, width).expand(count, -1, -1, -1)
     rows = query.shape[2]
     bias = bias.expand(count, shared, rows, size)
     result, logsumexp = efficient(query, key, value, bias, scaling)
     # A piece of which nothing is seen has no share, whatever a kernel makes of it.
-    logsumexp = logsumexp[:, :, :rows].nan_to_num(nan=-torch.inf, posinf=-torch.inf)
-    share = logsumexp.softmax(dim=0)[..., None]
-    result = torch.where(share > 0, result * share, 0.0).sum(dim=0)
-    return result.to(query.dtype).reshape(1, heads, length, width)
+    share = logsumexp[:, :, :rows].masked_fill(blind, -torch.inf).softmax(dim=0)[..., None]
+    result = (result * share).masked_fill(blind[..., None], 0.0).sum(dim=0)
+    return result.to(query.dtype).reshape(1, heads, length, -1)
 
 
 def efficient(

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from setblock.cache import PrefixCache
 from setblock.contenders import BASELINE, Contender, Timing, now
-from setblock.masks import decoding_layout
+from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 
 Round = tuple[
@@ -177,8 +178,9 @@ def _in_turns(
     """For each round the seconds of a forward of so many tokens, with the logits of all."""
     # With room behind, as in decoding.
     cache = model.new_cache(batch_size, cached + max(widths) + 1)
+    _forward_seconds(model, cache, 1, 0, 1)  # makes the memory; behind nothing, so plainly
     cache.lengths = np.full(batch_size, cached)
-    _forward_seconds(model, cache, max(widths), 0, 1)  # makes the memory, of zeros
+    cache.stage(_layout(cache, max(widths), 0))  # makes room
     cache.memory.fill_at_random()
     return [
         {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
@@ -186,14 +188,19 @@ def _in_turns(
     ][WARM_UPS:]
 
 
+def _layout(cache: PrefixCache, count: int, noisy: int) -> Layout:
+    """Of so many tokens a row behind the cached ones, the last of them noisy."""
+    first = cache.lengths
+    position = first[:, None] + np.arange(count)
+    return decoding_layout(position, first + count - noisy, first + count)
+
+
 def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: int) -> float:
     """Of one forward of so many tokens a row behind the cached ones, the last of them noisy, with
     logits of so many.
     """
-    first = cache.lengths
-    position = first[:, None] + np.arange(count)
-    layout = decoding_layout(position, first + count - noisy, first + count)
-    tokens = torch.full(position.shape, model.mask_token_id)
+    layout = _layout(cache, count, noisy)
+    tokens = torch.full(layout.position.shape, model.mask_token_id)
     picked = torch.arange(count - wanted, count)
     begin = now(model)
     model.forward(tokens, layout, cache, picked)

@@ -88,8 +88,6 @@ def transformers_generate(stock: Any = None, settled: int = 1, **options: Any) -
         network: Any = stock or model.network
         ends = sorted(model.eos_token_ids)
 
-        counted = max(max_new_tokens - settled, 1)
-
         def timed(count: int) -> tuple[float, torch.Tensor]:
             begin = now(model)
             found = network.generate(
@@ -112,13 +110,16 @@ def transformers_generate(stock: Any = None, settled: int = 1, **options: Any) -
             whole_s, found = timed(max_new_tokens)
         finally:
             network.set_attn_implementation(ours)
+        counted = found.shape[1] - settled
+        if settled > 1 and counted < 1:
+            raise ValueError(f"settled={settled} leaves no token of {found.shape[1]} to time")
         answers = []
         for row in found.tolist():
             stop = min((row.index(end) + 1 for end in ends if end in row), default=len(row))
             answers.append(tuple(row[:stop]))
         return Timing(
             prefill_s=prefill_s,
-            decode_s=max(whole_s - before_s, 0.0) * (max_new_tokens - 1) / counted,
+            decode_s=max(whole_s - before_s, 0.0) * (found.shape[1] - 1) / max(counted, 1),
             tokens=sum(map(len, answers)),
             nfe=None,
             token_ids=tuple(answers),

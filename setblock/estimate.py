@@ -81,7 +81,9 @@ def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
     cost["tokens_per_second"] = args.world_size * tokens / seconds
     cost["peak_bytes"] = peak_bytes(args.device)
     if steps > 0:
-        cost |= {"steps": steps, "seconds": seconds * per_step * max(steps - done, 0)}
+        most = math.inf if args.max_minutes is None else 60 * args.max_minutes
+        left = seconds * per_step * max(steps - done, 0)
+        cost |= {"steps": steps, "seconds": min(left, most)}
     return cost
 
 

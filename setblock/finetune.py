@@ -124,6 +124,7 @@ def finetune(
     if held_out is not None:
         probe = _probe(run, config, model, held_out, say)
         probe.results += decodings
+        probe.stopped = lambda: signals.stopped is not None
     judged = None if judged is None else prepare(judged, model.tokenizer, run.chat)
     callbacks = [signals, *([probe] if probe else []), LogLines(say)]
     trainer = _trainer(config, model, rows, judged, callbacks)

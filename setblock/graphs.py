@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from setblock import attention
 from setblock.cache import Memory, PrefixCache
 from setblock.checkpoint import ModelError
 from setblock.transfer import Host, joined, parted, to_device
 
-GRAIN = 512  # the slots that a forward looks at are rounded up to so many: few shapes, few graphs
+# The slots that a forward looks at are rounded up to a multiple: few shapes, few graphs.
+GRAIN = attention.GRAIN
 # Of one memory. Further shapes run plainly: to record one takes as long as many forwards, and
 # leaving out others for it could go on for ever.
 MOST_GRAPHS = 64

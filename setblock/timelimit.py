@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 
 class TimeLimit(TrainerCallback):
     """Ends a training after so many minutes, with a checkpoint; the learning rate falls by the
     clock.
 
-    Behind its warm-up a schedule is told the later step of two: the one that it is at, and the one
-    that it would be at if max_steps took as long as there is time.
+    A schedule is told the later step of two: the one that it is at, and the one that it would be at
+    if max_steps took as long as there is time. A warm-up of so many steps has them first; one that
+    is a share of the steps is one of the time.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -30,7 +32,7 @@ class TimeLimit(TrainerCallback):
                 "max_minutes needs a learning rate that follows from the step, got "
                 f"lr_scheduler_type={args.lr_scheduler_type!s}"
             )
-        first = args.get_warmup_steps(state.max_steps)
+        first = args.warmup_steps if args.warmup_steps >= 1 else 0
         of_step = [*schedule.lr_lambdas]
 
         def by_clock(rate: Callable[[int], float]) -> Callable[[int], float]:
@@ -38,8 +40,8 @@ class TimeLimit(TrainerCallback):
                 done = state.global_step
                 if done <= first:
                     return rate(step)
-                # A schedule may count a step of all ranks as several.
-                return rate(max(step, int(self._spent * state.max_steps * step / done)))
+                counted = round(step / (done + 1))  # a step of all ranks may count as several
+                return rate(max(step, int(self._spent * state.max_steps * counted)))
 
             return told
 
@@ -53,4 +55,5 @@ class TimeLimit(TrainerCallback):
             spent = latest.item()
         self._spent = min(spent, 1.0)
         if spent >= 1:
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO

@@ -144,6 +144,7 @@ class DecodeProbe(TrainerCallback):
         self.model, self.rows, self.every, self.options = model, rows, every, options
         self.say = say
         self.results: list[dict[str, Any]] = []
+        self.stopped: Callable[[], bool] = lambda: False  # whether the run was told to stop
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -154,8 +155,10 @@ class DecodeProbe(TrainerCallback):
             self.decode(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:  # a stopped run has its checkpoint to think of
-            self.decode(args, state)
+        # A run that was told to stop has its checkpoint to think of; one may end early by itself.
+        if state.global_step >= state.max_steps or not self.stopped():
+            if not self.results or self.results[-1]["step"] != state.global_step:
+                self.decode(args, state)
 
     def decode(self, args: Any, state: Any) -> None:
         """One more entry of `results`."""

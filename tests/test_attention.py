@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import in_full
+from torch._subclasses import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from setblock import attention
@@ -55,15 +56,72 @@ def test_a_cache_in_pieces_says_the_same(monkeypatch, length, seen, count):
 
 
 def test_what_is_cut_into_pieces():
-    """Long caches of one row on a GPU, of slots that divide into pieces."""
-    for place, batch, seen, count in (
-        ("cuda", 1, 512, 1), ("cuda", 1, 1024, 8), ("cuda", 1, 1536, 8), ("cuda", 1, 4096, 16),
-        ("cuda", 1, 33280, 16), ("cuda", 1, 1030, 1), ("cuda", 1, 1056, 4), ("cuda", 2, 4096, 1),
-        ("cpu", 1, 4096, 1),
-    ):  # fmt: skip
-        assert attention.num_pieces(torch.device(place), batch, 8, 64, seen) == count
+    """Long caches, in as many slots as those of graphs."""
+    for seen, count in ((512, 1), (1024, 8), (1536, 8), (1152, 1), (4096, 16), (33280, 16)):
+        assert attention.num_pieces(8, 64, seen) == count
     for queries, count in ((4, 16), (128, 16), (129, 8), (256, 8), (512, 4), (1088, 1)):
-        assert attention.num_pieces(torch.device("cuda"), 1, 8, queries, 8704) == count
+        assert attention.num_pieces(8, queries, 8704) == count
+
+
+def test_what_can_be_cut(monkeypatch):
+    """One row on a GPU, where the kernel is allowed and there for the numbers."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: True)
+
+    def tried(*, place="cuda", rows=1, width=64, kinds=(torch.bfloat16,) * 3) -> bool:
+        shapes = [(rows, heads, 5, width) for heads in (4, 2, 2)]
+        with FakeTensorMode():
+            given = [
+                torch.empty(s, dtype=k, device=place) for s, k in zip(shapes, kinds, strict=True)
+            ]
+            return attention.can_be_cut(*given)
+
+    assert tried()
+    assert tried(kinds=(torch.float32,) * 3)
+    assert not tried(place="cpu")
+    assert not tried(rows=2)
+    assert not tried(width=12)
+    assert not tried(kinds=(torch.float32, torch.bfloat16, torch.bfloat16))
+    with monkeypatch.context() as within:
+        within.setattr(torch, "is_autocast_enabled", lambda place: place == "cuda")
+        assert not tried()
+    monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)
+    assert not tried()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: False)
+    assert not tried()
+    assert tried(kinds=(torch.float16,) * 3)
+
+
+@torch.no_grad()
+def test_numbers_that_are_none_stay_so_in_pieces(monkeypatch):
+    monkeypatch.setattr(attention, "efficient", in_full)
+    query, key, value, mask = tensors(1, 2, 64)
+    mask[:] = True
+    mask[:, :, 0, 32:] = False
+    key[0, 0, 40] = torch.nan
+    found = attention.in_pieces(query, key, value, mask, None, 4)
+    assert found[0, :3, 1].isnan().all(), "the second token sees it, with the heads of that key"
+    assert not found[0, :, 0].isnan().any(), "the first one does not"
+    assert not found[0, 3:].isnan().any()
+
+
+@torch.no_grad()
+def test_values_may_have_another_width(monkeypatch):
+    monkeypatch.setattr(attention, "efficient", in_full)
+    query, key, value, mask = tensors(1, 4, 64)
+    value = value[..., :4]
+    expected = attention.folded(query, key, value, mask, None)
+    found = attention.in_pieces(query, key, value, mask, None, 4)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_bias_for_heads_that_a_layer_does_not_have(monkeypatch):
+    module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    query, key, value, mask = tensors(1, 4, 20, heads=2)
+    bias = attention.bias_of(mask, 6, 2, torch.float32)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+    assert torch.allclose(attention.attend(module, query, key, value, bias)[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -81,6 +139,7 @@ def test_a_bias_is_its_mask(monkeypatch, batch, length):
     assert torch.allclose(found, expected, atol=1e-6)
     assert torch.equal(bias[:, :, :length] == 0, mask)
     if batch == 1:
+        monkeypatch.setattr(attention, "can_be_cut", lambda *_: True)
         monkeypatch.setattr(attention, "num_pieces", lambda *_: 4)
         found, _ = attention.attend(module, query, key, value, bias)
         assert torch.allclose(found, expected, atol=1e-6)
@@ -99,6 +158,7 @@ def test_the_kernel_is_torchs():
 def test_attention_cuts_where_it_says(monkeypatch):
     module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
     monkeypatch.setattr(attention, "efficient", in_full)
+    monkeypatch.setattr(attention, "can_be_cut", lambda *_: True)
     monkeypatch.setattr(attention, "num_pieces", lambda *_: 4)
     monkeypatch.setattr(attention, "folded", None)
     for length in (1, 16):

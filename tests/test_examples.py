@@ -447,6 +447,9 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
         def wait(self, *names: str) -> bool:
             return "gated" not in names
 
+        def stop(self) -> None:
+            pass
+
     monkeypatch.setattr(smollm2_gpu, "Together", Together)
     monkeypatch.setattr(smollm2_gpu, "join_parts", lambda files, out: None)
     words = ["--prompts", "p", "--solutions", "s", "--dev", "gsm8k=d", "--output-dir", tmp_path]
@@ -457,3 +460,12 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
     for name in models:
         limit = started[name][started[name].index("--max-minutes") + 1]
         assert float(limit) == pytest.approx(9 - 1.5 - 0.5, abs=0.1)
+    # What came to its end is not trained again; what was told to stop is.
+    for name, stopped in (("sbd", "SIGTERM"), ("twin", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"stopped_by": stopped}))
+    started.clear()
+    told = run_here(*words, "--adapter", "mine", "--minutes", 1)
+    assert {"sbd", "answers-0"} <= set(started)
+    assert not {"twin", "gated"} & set(started)
+    assert "no time is left to train gated: the same goes on" in told
