@@ -117,9 +117,15 @@ def can_be_cut(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype == key.dtype == value.dtype
         and not torch.is_autocast_enabled("cuda")
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
-        and torch.backends.cuda.mem_efficient_sdp_enabled()
-        and (query.dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False))
+        and kernel_is_there(query.dtype == torch.bfloat16)
     )
+
+
+@torch.compiler.assume_constant_result
+def kernel_is_there(bfloat16: bool) -> bool:
+    """Whether torch's kernel for masks is allowed, and made for such numbers on this GPU."""
+    allowed = torch.backends.cuda.mem_efficient_sdp_enabled()
+    return allowed and (not bfloat16 or torch.cuda.is_bf16_supported(False))
 
 
 def num_pieces(shared: int, queries: int, seen: int) -> int:

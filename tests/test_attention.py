@@ -93,6 +93,25 @@ def test_what_can_be_cut(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_compiler_sees_what_is_cut_as_one_graph(monkeypatch):
+    """What is asked of the GPU is no part of it."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: True)
+    monkeypatch.setattr(attention, "efficient", in_full)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, key, value, mask = tensors(1, 1, 1024)
+    expected, _ = attention.attend(module, query, key, value, mask)
+
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        if attention.kernel_is_there(bfloat16=True):
+            count = attention.num_pieces(2, 3, key.shape[2])
+            return attention.in_pieces(query, key, value, mask, None, count).transpose(1, 2)
+        return None
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.allclose(compiled(query, key, value, mask), expected, atol=1e-6)
+
+
+@torch.no_grad()
 def test_numbers_that_are_none_stay_so_in_pieces(monkeypatch):
     monkeypatch.setattr(attention, "efficient", in_full)
     query, key, value, mask = tensors(1, 2, 64)
