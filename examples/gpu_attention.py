@@ -23,6 +23,7 @@ from setblock.records import new_record, save_record
 
 HEADS, SHARED, WIDTH, UNSEEN, CALLS = 32, 8, 128, 300, 20
 PIECES = (1, 8, 16)
+DEVICE = "cuda"
 console = Console()
 
 
@@ -76,7 +77,6 @@ def measured(
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     slots: Annotated[list[int] | None, typer.Option(help="Of the cache; again.")] = None,
     queries: Annotated[list[int] | None, typer.Option(help="Query tokens; again.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Again.")] = None,
@@ -84,6 +84,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
     """Measure attention whole and in pieces."""
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        typer.echo("error: no CUDA GPU is here", err=True)
+        raise typer.Exit(1)
     record = new_record()
     table = Table(title="one layer's attention, microseconds")
     for name in ("rows", "slots", "queries", *(f"in {count}" for count in PIECES)):
@@ -91,7 +94,7 @@ def main(
     for batch in rows or [1, 8]:
         for length in slots or [1536, 8704, 33280]:
             for count in queries or [1, 16, 32]:
-                lines = measured(torch.device(device), batch, length, count, repeats)
+                lines = measured(torch.device(DEVICE), batch, length, count, repeats)
                 record["results"] += lines
                 times = [f"{line['microseconds']:.0f}" for line in lines]
                 table.add_row(str(batch), str(length), str(count), *times)

@@ -211,6 +211,10 @@ def main(
         raise typer.BadParameter(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     if part not in (None, *PARTS):
         raise typer.BadParameter(f"--part must be one of {', '.join(PARTS)}, got {part!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "--device cuda: no CUDA GPU is here; --shape tiny --device cpu runs"
+        )
     widths = queries or [1, 8, 16, 32, 64, 128, 272]
     lengths, batches = cached or [128, 1024, 8192, 32768], rows or [1, 4, 8, 16, 32]
     prompts = prompt or [1024, 8192]

@@ -6,10 +6,10 @@
 
 The adapter learns the base's own answers to the prompts, rows of {"prompt": ...} as
 `examples/task_prompts.py` and `setblock prompts` write them; several processes write these answers.
-The decoder and the twin learn GSM8K's solutions, in the same order and for as many steps. The three
-are trained side by side, as none of them fills a large GPU, then each is decoded on the development
-questions, the base too. After so many minutes the script stops, with checkpoints, and the same
-command goes on.
+The decoder and the twin learn GSM8K's solutions, in the same order, until --steps or the end of the
+time, by which the twin is further. The three are trained side by side, as none of them fills a
+large GPU, then each is decoded on the development questions, the base too. After so many minutes
+the script stops, with checkpoints, and the same command goes on.
 """
 
 import json
@@ -64,12 +64,17 @@ class Together:
 
     def wait(self, *names: str) -> bool:
         """Whether these came to their ends in time; else all that run are ended, gently."""
-        while waiting := [name for name in names if self.running[name].poll() is None]:
-            if time.monotonic() > self.until:
-                self.stop()
-                typer.echo(f"stopped before {', '.join(waiting)} was done: the same goes on")
-                return False
-            time.sleep(0.2)
+        try:
+            while waiting := [name for name in names if self.running[name].poll() is None]:
+                if time.monotonic() > self.until:
+                    self.stop()
+                    typer.echo(f"stopped before {', '.join(waiting)} was done: the same goes on")
+                    return False
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            self.stop()
+            typer.echo("interrupted: the same goes on", err=True)
+            raise typer.Exit(130) from None
         for name in names:
             if code := self.running.pop(name).returncode:
                 self.stop()
@@ -165,6 +170,9 @@ def main(
         number = int(part.partition("/")[0])
         write_part(base, prompts, parts[number], part, answer_tokens, answer_batch_size)
         return
+    for task in dev:
+        if not all(task.partition("=")):
+            raise typer.BadParameter(f"--dev must be TASK=FILE, got {task!r}")
     output_dir.mkdir(parents=True, exist_ok=True)
     jobs = Together(output_dir, time.monotonic() + 60 * minutes)
     trained = jobs.until - 60 * (measuring + START)

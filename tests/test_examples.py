@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,6 +276,7 @@ def test_the_gpu_benchmark(tmp_path):
     assert record["forwards"]
     assert not record["answers"]
     assert "--part must be one of" in run("gpu_benchmark.py", "--part", "x", code=2)
+    assert "no CUDA GPU is here" in run("gpu_benchmark.py", code=2)
 
 
 def test_the_gpu_benchmark_has_no_graphs_on_a_cpu(monkeypatch):
@@ -411,18 +414,9 @@ def test_the_attention_of_a_gpu(monkeypatch, tmp_path, simulated_graphs):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     path = tmp_path / "record.json"
-    few = [
-        "--device",
-        "cpu",
-        "--slots",
-        "128",
-        "--queries",
-        "1",
-        "--queries",
-        "4",
-        "--repeats",
-        "1",
-    ]
+    few = ["--slots", "128", "--queries", "1", "--queries", "4"]
+    assert "error: no CUDA GPU is here" in run_here(*few, code=1)
+    monkeypatch.setattr(gpu_attention, "DEVICE", "cpu")
     run_here(*few, "--rows", "1", "--rows", "2", "--out", str(path))
     results = json.loads(path.read_text())["results"]
     cells = [(one["batch_size"], one["queries"], one["pieces"]) for one in results]
@@ -452,7 +446,10 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
 
     monkeypatch.setattr(smollm2_gpu, "Together", Together)
     monkeypatch.setattr(smollm2_gpu, "join_parts", lambda files, out: None)
-    words = ["--prompts", "p", "--solutions", "s", "--dev", "gsm8k=d", "--output-dir", tmp_path]
+    words = ["--prompts", "p", "--solutions", "s", "--output-dir", tmp_path, "--dev"]
+    wrong = run_here(*words, "gsm8k", "--minutes", 9, code=2)
+    assert "--dev must be TASK=FILE, got 'gsm8k'" in " ".join(wrong.split())
+    words = [*words, "gsm8k=d"]
     run_here(*words, "--adapter", "mine", "--base", "b", "--minutes", 9, "--writers", 1)
     trained = {name: words for name, words in started.items() if "--model" in words}
     models = {name: words[words.index("--model") + 1] for name, words in trained.items()}
@@ -469,3 +466,20 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
     assert {"sbd", "answers-0"} <= set(started)
     assert not {"twin", "gated"} & set(started)
     assert "no time is left to train gated: the same goes on" in told
+
+
+def test_commands_that_run_together_end_gently_when_interrupted(monkeypatch, tmp_path) -> None:
+    smollm2_gpu, _ = imported(monkeypatch, "smollm2_gpu")
+    jobs = smollm2_gpu.Together(tmp_path, time.monotonic() + 60)
+    jobs.start("long", ["-c", "import time; time.sleep(60)"])
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        smollm2_gpu, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt)
+    )
+    with pytest.raises(typer.Exit) as stopped:
+        jobs.wait("long")
+    assert stopped.value.exit_code == 130
+    assert jobs.running["long"].returncode == -signal.SIGTERM
