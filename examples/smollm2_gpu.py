@@ -25,11 +25,7 @@ from typing import Annotated
 
 import typer
 
-from setblock import load
-from setblock.answers import regenerate
-from setblock.data import load_rows, prepare
 from setblock.files import lines_of, write_whole
-from setblock.resume import OWN_FOLDER, PREFIX
 
 CONFIG = Path(__file__).with_name("smollm2_gated.yaml")
 LORA = ["--method", "lora", "--full-mask-share", "0", "--suffix-mask-share", "0.5",
@@ -53,7 +49,7 @@ MODES = {
     "sbd": [*BLOCKS, "--block-size", "16"],
     "twin": NTP,
 }
-START = 0.5  # minutes until a training that was started takes its first step
+START = 0.7  # minutes until a training that was started takes its first step
 SHORTEST = 0.1  # minutes of a training
 LONGEST = 384  # tokens of a row; of 32 such rows the decoder keeps some 35 GB
 
@@ -101,6 +97,11 @@ class Together:
 
 def write_part(base: str, prompts: Path, file: Path, part: str, length: int, size: int) -> None:
     """The base's answers to every so manieth prompt."""
+    # Here, as they take as long to import as the trainings' processes do themselves.
+    from setblock import load
+    from setblock.answers import regenerate
+    from setblock.data import load_rows, prepare
+
     number, parts = map(int, part.split("/"))
     model = load(base)
     rows = prepare(load_rows([str(prompts)], prompts_only=True), model.tokenizer, chat=True)
@@ -125,11 +126,11 @@ def finished(summary: Path) -> bool:
 
 def training(folder: Path, words: list[str]) -> list[str]:
     """The words of a training on the answers beside its folder, from where it stands."""
-    own = folder / OWN_FOLDER / "answers.jsonl"
+    own = folder / "_run" / "answers.jsonl"
     if not own.exists():
         own.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder.parent / own.name, own)
-    resume = ["--resume"] if any(folder.glob(f"{PREFIX}*")) else []
+    resume = ["--resume"] if any(folder.glob("checkpoint-*")) else []
     words = ["-m", "setblock", "train", "--config", str(CONFIG), *words]
     return [*words, *WAYS[folder.name], *resume, "--output-dir", str(folder)]
 

@@ -458,7 +458,7 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
     assert models == {"sbd": "b", "twin": "b", "gated": "mine"}
     for name in models:
         limit = started[name][started[name].index("--max-minutes") + 1]
-        assert float(limit) == pytest.approx(9 - 1.5 - 0.5, abs=0.1)
+        assert float(limit) == pytest.approx(9 - 1.5 - 0.7, abs=0.1)
     # What came to its end is not trained again; what was told to stop is.
     for name, stopped in (("sbd", "SIGTERM"), ("twin", None)):
         (tmp_path / name).mkdir(exist_ok=True)
