@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from setblock import benchmark, contenders, machines, profiling
-from setblock.cli.common import Compile, CompileOption
+from setblock import benchmark, contenders, machines, packed, profiling
+from setblock.cli.common import Compile, CompileOption, PackOption, Switch
 from setblock.loading import load
 from setblock.model import Model, ModelError
 from setblock.plan import beside_measured
@@ -53,7 +53,7 @@ SETTLED = 8  # tokens after which transformers replays what it has compiled
 console = Console()
 
 
-def random_model(shape: str, context: int, device: str, dtype: str, compile: Compile) -> Model:
+def random_model(shape: str, context: int, device: str, dtype: str) -> Model:
     """A model of that shape; its tokenizer, the bundled one, has no part in what is measured."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=context)
     with torch.device(device):
@@ -61,9 +61,14 @@ def random_model(shape: str, context: int, device: str, dtype: str, compile: Com
     tokenizer = load("nano", device="cpu").tokenizer
     model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
     model.eos_token_ids = frozenset()  # answers are as long as they may be
-    if compile is not Compile.off:
-        model.compile(compile.value)
     return model
+
+
+def bytes_read(model: Model) -> int:
+    """Of weights, by a forward."""
+    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
+    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes  # but for one row
+    return sum(one.nbytes for one in model.network.parameters()) - unread
 
 
 def copy_bandwidth(model: Model, size: int) -> float:
@@ -117,12 +122,14 @@ def forwards(
     return beside_measured(machines.dimensions_of(model.network.config), machine, lines, dispatch_s)
 
 
-def reached(model: Model, lines: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
-    """Of forwards of one token: bytes that must be read a second, as a share of the copy's."""
+def reached(
+    model: Model, weights: int, lines: list[dict[str, Any]], copy: float
+) -> list[dict[str, Any]]:
+    """Of forwards of one token: bytes that must be read a second, as a share of the copy's.
+
+    weights: bytes of them that a forward reads.
+    """
     sizes = machines.dimensions_of(model.network.config)
-    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
-    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes  # but for one row
-    weights = sum(one.nbytes for one in model.network.parameters()) - unread
     found = []
     for line in lines:
         if line["queries"] == 1:
@@ -191,6 +198,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: CompileOption = Compile.off,
+    pack: PackOption = None,
     part: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: all, in this order.")
     ] = None,
@@ -220,18 +228,23 @@ def main(
     prompts = prompt or [1024, 8192]
     context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
     try:
-        model = random_model(shape, context, device, dtype, compile)
+        model = random_model(shape, context, device, dtype)
+        weights = bytes_read(model)
+        if pack is not Switch.off and (pack or not packed.missing(model.device, model.dtype)):
+            model.pack()
+        if compile is not Compile.off:
+            model.compile(compile.value)
     except ModelError as error:
         raise typer.BadParameter(f"--compile {compile.value} --device {device}: {error}") from error
     record = new_record()
-    record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
+    record |= {"dtype": dtype, "compile": compile.value, "packed": model.packed, "repeats": repeats}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
     record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
     console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")
     record |= {"answers": [], "forwards": []}
 
     def save() -> None:
-        record["bandwidth"] = reached(model, record["forwards"], copy)
+        record["bandwidth"] = reached(model, weights, record["forwards"], copy)
         record["speedups"] = speedups(record["forwards"])
         if device == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated()

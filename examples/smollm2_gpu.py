@@ -51,7 +51,7 @@ MODES = {
 }
 START = 0.7  # minutes until a training that was started takes its first step
 SHORTEST = 0.1  # minutes of a training
-LONGEST = 384  # tokens of a row; of 32 such rows the decoder keeps some 35 GB
+LONGEST = 320  # tokens of a row; three trainings of such rows take some 65 GB
 
 
 class Together:
@@ -168,7 +168,8 @@ def main(
     ),
     adapter_steps: Annotated[int, typer.Option(help="Of the adapter's training at most.")] = 6000,
     steps: Annotated[int, typer.Option(help="Of the two others' at most.")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="Answers of a step.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Answers of a step of the others.")] = 32,
+    adapter_batch_size: Annotated[int, typer.Option(help="Of the adapter's.")] = 64,
     adapter_rate: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 1e-3,
     rate: Annotated[float, typer.Option(help="Learning rate of the others.")] = 8e-4,
     answer_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 160,
@@ -205,13 +206,15 @@ def main(
         return
     common = ["--data", str(prompts), "--prompt-field", "prompt", "--answers", "model"]
     common += ["--answer-tokens", str(answer_tokens), "--max-length", str(LONGEST)]
-    common += ["--per-device-train-batch-size", str(batch_size), "--logits-chunk-size", "4096"]
-    common += ["--train-sampling-strategy", "group_by_length", "--save-steps", "200"]
+    common += ["--logits-chunk-size", "4096", "--train-sampling-strategy", "group_by_length"]
+    common += ["--save-steps", "200"]
     for name in left:
         gated = name == "gated"
         words = ["--model", (gated and adapter) or base, *common, "--max-minutes", str(limit)]
         words += ["--max-steps", str(adapter_steps if gated else steps)]
         words += ["--learning-rate", str(adapter_rate if gated else rate)]
+        size = adapter_batch_size if gated else batch_size
+        words += ["--per-device-train-batch-size", str(size)]
         jobs.start(name, training(output_dir / name, words))
     if not jobs.wait(*left):
         return

@@ -267,8 +267,9 @@ def test_the_gpu_benchmark(tmp_path):
     expected = 16 * first[1] / (first[32] + 3 * first[16])
     assert record["speedups"][0]["speedup"]["4"] == pytest.approx(expected)
     assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
-    run("gpu_benchmark.py", *words, "--part", "answers")
+    run("gpu_benchmark.py", *words, "--part", "answers", "--pack", "off")
     record = json.loads(path.read_text())
+    assert record["packed"] is False
     assert record["answers"]
     assert not record["forwards"]
     run("gpu_benchmark.py", *words, "--part", "forwards")
@@ -376,7 +377,18 @@ def test_the_three_models_of_a_gpu(tmp_path) -> None:
     out = tmp_path / "out"
     words = ["--prompts", prompts, "--dev", f"gsm8k={dev}"]
     words += ["--base", "nano", "--output-dir", out, "--steps", 2, "--adapter-steps", 2]
-    words += ["--batch-size", 2, "--answer-tokens", 12, "--answer-batch-size", 6, "--writers", 2]
+    words += [
+        "--batch-size",
+        2,
+        "--adapter-batch-size",
+        3,
+        "--answer-tokens",
+        12,
+        "--answer-batch-size",
+        6,
+        "--writers",
+        2,
+    ]
     words += ["--rate", 1e-4, "--adapter-rate", 1e-3, "--questions", 1, "--minutes"]
     told = run("smollm2_gpu.py", *words, 0.001)
     assert "stopped before answers-0, answers-1 was done: the same goes on" in told
