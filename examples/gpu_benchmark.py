@@ -2,7 +2,7 @@
 predicted and did not measure.
 
     for how in graphs off kernels; do
-        for part in answers forwards; do
+        for part in answers forwards kernels; do
             python examples/gpu_benchmark.py --compile $how --part $part \\
                 --out benchmarks/records/gpu-8b-$how-$part.json
         done
@@ -12,10 +12,13 @@ Forwards of 1 to 272 query tokens behind 128 to 32,768 cached ones, for 1 to 32 
 roofline; the bandwidth that a forward of one token reaches as a share of what a copy reaches; the
 speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
-it, or drafts are verified. The record is written after each part and each size of batch. Without a
-GPU, `--shape tiny --device cpu` runs the same script in minutes, but for graphs, which are CUDA's.
+it, or drafts are verified. `--part kernels` names the GPU's kernels in single forwards, of graphs
+too, which shares of a run can't. The record is written after each part and each size of batch.
+Without a GPU, `--shape tiny --device cpu` runs the same script in minutes, but for graphs, which
+are CUDA's.
 """
 
+import itertools
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -27,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from setblock import benchmark, contenders, machines, packed, profiling
-from setblock.cli.common import Compile, CompileOption, PackOption, Switch
+from setblock import benchmark, contenders, machines, profiling
+from setblock.cli.common import Compile, CompileOption
 from setblock.loading import load
 from setblock.model import Model, ModelError
 from setblock.plan import beside_measured
@@ -46,14 +49,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-PARTS = ("answers", "forwards")
+PARTS = ("answers", "forwards", "kernels")
 RATES = range(2, 9)  # tokens per forward
 BLOCK = 16
+LONGEST = 12  # kernels that are told of; the record has all
 SETTLED = 8  # tokens after which transformers replays what it has compiled
 console = Console()
 
 
-def random_model(shape: str, context: int, device: str, dtype: str) -> Model:
+def random_model(shape: str, context: int, device: str, dtype: str, compile: Compile) -> Model:
     """A model of that shape; its tokenizer, the bundled one, has no part in what is measured."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=context)
     with torch.device(device):
@@ -61,14 +65,9 @@ def random_model(shape: str, context: int, device: str, dtype: str) -> Model:
     tokenizer = load("nano", device="cpu").tokenizer
     model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
     model.eos_token_ids = frozenset()  # answers are as long as they may be
+    if compile is not Compile.off:
+        model.compile(compile.value)
     return model
-
-
-def bytes_read(model: Model) -> int:
-    """Of weights, by a forward."""
-    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
-    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes  # but for one row
-    return sum(one.nbytes for one in model.network.parameters()) - unread
 
 
 def copy_bandwidth(model: Model, size: int) -> float:
@@ -122,14 +121,12 @@ def forwards(
     return beside_measured(machines.dimensions_of(model.network.config), machine, lines, dispatch_s)
 
 
-def reached(
-    model: Model, weights: int, lines: list[dict[str, Any]], copy: float
-) -> list[dict[str, Any]]:
-    """Of forwards of one token: bytes that must be read a second, as a share of the copy's.
-
-    weights: bytes of them that a forward reads.
-    """
+def reached(model: Model, lines: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
+    """Of forwards of one token: bytes that must be read a second, as a share of the copy's."""
     sizes = machines.dimensions_of(model.network.config)
+    embedding, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
+    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes  # but for one row
+    weights = sum(one.nbytes for one in model.network.parameters()) - unread
     found = []
     for line in lines:
         if line["queries"] == 1:
@@ -198,9 +195,8 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: CompileOption = Compile.off,
-    pack: PackOption = None,
     part: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: all, in this order.")
+        str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: the first two.")
     ] = None,
     queries: Annotated[list[int] | None, typer.Option(help="Query tokens; again.")] = None,
     cached: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; again.")] = None,
@@ -228,23 +224,18 @@ def main(
     prompts = prompt or [1024, 8192]
     context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
     try:
-        model = random_model(shape, context, device, dtype)
-        weights = bytes_read(model)
-        if pack is not Switch.off and (pack or not packed.missing(model.device, model.dtype)):
-            model.pack()
-        if compile is not Compile.off:
-            model.compile(compile.value)
+        model = random_model(shape, context, device, dtype, compile)
     except ModelError as error:
         raise typer.BadParameter(f"--compile {compile.value} --device {device}: {error}") from error
     record = new_record()
-    record |= {"dtype": dtype, "compile": compile.value, "packed": model.packed, "repeats": repeats}
+    record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
     record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
     console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")
-    record |= {"answers": [], "forwards": []}
+    record |= {"answers": [], "forwards": [], "kernels": []}
 
     def save() -> None:
-        record["bandwidth"] = reached(model, weights, record["forwards"], copy)
+        record["bandwidth"] = reached(model, record["forwards"], copy)
         record["speedups"] = speedups(record["forwards"])
         if device == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -252,17 +243,25 @@ def main(
         if out is not None:
             save_record(record, out)
 
-    for length in prompts if part != "forwards" else ():
+    for length in prompts if part in (None, "answers") else ():
         record["answers"] += (lines := answers(model, length, new_tokens, repeats, transformers))
         save()
         for line in lines:
             if line.get("speedup"):
                 console.print(f"{line['contender']} behind {length}: {line['speedup']:.2f}x")
-    for batch in batches if part != "answers" else ():
+    for batch in batches if part in (None, "forwards") else ():
         record["forwards"] += forwards(
             model, batch, lengths, widths, repeats, compile in (Compile.on, Compile.graphs)
         )
         save()
+    for length, count in itertools.product(lengths, widths) if part == "kernels" else ():
+        record["kernels"] += (lines := benchmark.forward_kernels(model, length, count, 1, repeats))
+        save()
+        busy, calls = (sum(line[name] for line in lines) for name in ("microseconds", "calls"))
+        console.print(f"{count} tokens behind {length}: {calls:.0f} kernels, {busy / 1e3:.2f} ms")
+        for line in lines[:LONGEST]:
+            kernel = line["kernel"][:70]
+            console.print(f"  {line['calls']:6.1f} x {line['microseconds']:9.1f} us  {kernel}")
     table = Table(title="Speed-up for so many tokens per forward, blocks of 16")
     for name in ("rows", "cached", *map(str, RATES)):
         table.add_column(name, justify="right")

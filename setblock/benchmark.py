@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from setblock.cache import PrefixCache
 from setblock.contenders import BASELINE, Contender, Timing, now
@@ -176,16 +177,46 @@ def _in_turns(
     model: Model, cached: int, widths: Sequence[int], batch_size: int, repeats: int
 ) -> list[dict[int, float]]:
     """For each round the seconds of a forward of so many tokens, with the logits of all."""
-    # With room behind, as in decoding.
-    cache = model.new_cache(batch_size, cached + max(widths) + 1)
-    _forward_seconds(model, cache, 1, 0, 1)  # makes the memory; behind nothing, so plainly
-    cache.lengths = np.full(batch_size, cached)
-    cache.stage(_layout(cache, max(widths), 0))  # makes room
-    cache.memory.fill_at_random()
+    cache = _filled(model, cached, max(widths), batch_size)
     return [
         {count: _forward_seconds(model, cache, count, count // 2, count) for count in widths}
         for _ in range(repeats + WARM_UPS)
     ][WARM_UPS:]
+
+
+def forward_kernels(
+    model: Model, cached: int, count: int, batch_size: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The kernels of a GPU in a forward of `count` tokens a row behind `cached` others, the longest
+    first, with calls and microseconds of a forward, means of `repeats`; on a CPU the operations.
+
+    Of a replayed graph too, in which a profiler can't tell whose kernels they are.
+    """
+    cache = _filled(model, cached, count, batch_size)
+    where = ProfilerActivity.CUDA if model.device.type == "cuda" else ProfilerActivity.CPU
+    for _ in range(WARM_UPS):
+        _forward_seconds(model, cache, count, count // 2, count)
+    with profile(activities=[where], acc_events=True) as profiler:
+        for _ in range(repeats):
+            _forward_seconds(model, cache, count, count // 2, count)
+    found = []
+    for one in profiler.key_averages():
+        took = (
+            one.self_device_time_total if model.device.type == "cuda" else one.self_cpu_time_total
+        )
+        line = {"queries": count, "cached": cached, "batch_size": batch_size, "kernel": one.key}
+        found.append({**line, "calls": one.count / repeats, "microseconds": took / repeats})
+    return sorted(found, key=lambda line: -line["microseconds"])
+
+
+def _filled(model: Model, cached: int, widest: int, batch_size: int) -> PrefixCache:
+    """A cache of so many random tokens a row, with room for forwards behind them."""
+    cache = model.new_cache(batch_size, cached + widest + 1)  # with room behind, as in decoding
+    _forward_seconds(model, cache, 1, 0, 1)  # makes the memory; behind nothing, so plainly
+    cache.lengths = np.full(batch_size, cached)
+    cache.stage(_layout(cache, widest, 0))  # makes room
+    cache.memory.fill_at_random()
+    return cache
 
 
 def _layout(cache: PrefixCache, count: int, noisy: int) -> Layout:

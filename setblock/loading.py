@@ -78,8 +78,8 @@ def load(
     four_bit: linear layers in 4 bits (NF4, by bitsandbytes), to train an adapter on.
     compile: "kernels", decode in kernels that torch.compile makes; "graphs", as CUDA graphs; "on"
     or True, both, as far as the device has them; "off" or False; see Model.compile.
-    pack: lay out linear layers' weights for decoding, see Model.pack; None for where that is
-    possible.
+    pack: lay out linear layers' weights for decoding on a CPU, see Model.pack; None for where that
+    is possible.
     Raises: ModelError.
     """
     if isinstance(compile, bool):

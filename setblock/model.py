@@ -267,7 +267,7 @@ class Model:
         return logits, context
 
     def pack(self) -> None:
-        """Lay out the linear layers' weights as this device's kernels want them; see packed.
+        """Lay out the linear layers' weights in the order that a CPU's kernels compute in.
 
         Forwards of few tokens are quicker then; nothing can be trained or saved any more.
         Raises: ModelError where that is not possible.

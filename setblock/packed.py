@@ -1,19 +1,15 @@
-"""Linear layers whose weights are laid out once, as the kernels of a processor want them.
+"""Linear layers on a CPU whose weights are laid out once, in the order that its kernels compute in.
 
-On a CPU that is the order that they compute in. torch keeps a linear layer's weights row by row,
-and products of one or a few tokens then run at a part of the memory's speed. Laid out beforehand
-they are read in order; the products are the same but for the order of their sums. The kernels are
-those of MKL for 32 bits on Intel's processors, and oneDNN's for all else (examples/cpu_weights.py
-times both).
-On a GPU weights stay as they are, but that those which read the same tokens are one; products of a
-few tokens are those of setblock.skinny.
+torch keeps a linear layer's weights row by row, and products of one or a few tokens then run at a
+part of the memory's speed. Laid out beforehand they are read in order; the products are the same
+but for the order of their sums. The kernels are those of MKL for 32 bits on Intel's processors,
+and oneDNN's for all else (examples/cpu_weights.py times both).
 """
 
 import itertools
 import platform
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,8 +35,7 @@ def _shape(hidden: Tensor, number: int, width: int) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], width)
 
 
-for _place in ("CPU", "CUDA"):
-    _library.impl("linear", _linear, _place)
+_library.impl("linear", _linear, "CPU")
 torch.library.register_fake("setblock::linear", _shape)
 
 
@@ -74,21 +69,6 @@ class MKL:
         return self.product(hidden, self.weight, self.shape, self.bias, tokens)
 
 
-class Skinny:
-    """Products with a weight, [width, hidden], on a GPU."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        from setblock import skinny  # here, as Triton is not everywhere
-
-        self.weight, self.bias, self.few = weight, bias, skinny.linear
-        self.most = skinny.FEW
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        few = hidden.numel() <= self.most * hidden.shape[-1]
-        product = self.few if few else torch.nn.functional.linear
-        return product(hidden, self.weight, self.bias)
-
-
 # Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
 SMALLEST = {MKL: 2**15, OneDNN: 2**17}
 
@@ -100,7 +80,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         self.width = len(weight)
         weight = weight.detach()
-        self.product = kind_for(weight.device, weight.dtype)(weight, bias)
+        self.product = kind_for(weight)(weight, bias)
         self.number = next(_numbers)
         _products[self.number] = self.product
 
@@ -132,11 +112,9 @@ class PackedPart(torch.nn.Module):
         return self.product(hidden)[..., self.columns]
 
 
-def kind_for(device: torch.device, dtype: torch.dtype) -> type[MKL] | type[OneDNN] | type[Skinny]:
-    """Whose kernels are quickest there."""
-    if device.type == "cuda":
-        return Skinny
-    return MKL if dtype == torch.float32 and intel() else OneDNN
+def kind_for(weight: Tensor) -> type[MKL] | type[OneDNN]:
+    """Whose kernels are quickest here."""
+    return MKL if weight.dtype == torch.float32 and intel() else OneDNN
 
 
 @cache
@@ -152,8 +130,6 @@ def intel() -> bool:
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why weights of this type can't be packed there; None if they can."""
-    if device.type == "cuda":
-        return missing_on_gpu(device, dtype)
     if device.type != "cpu":
         return f"the model is on {device}"
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -166,17 +142,6 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
     return None if known.get(dtype) else f"oneDNN has no kernels here for {dtype}"
-
-
-def missing_on_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why weights of this type can't be packed on that GPU; None if they can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"on a GPU it is made for 16 bits, not for {dtype}"
-    if find_spec("triton") is None:
-        return "on a GPU it needs the package triton"
-    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return "it is made for NVIDIA's GPUs from compute capability 8.0 on"
-    return None
 
 
 def pack(network: torch.nn.Module) -> None:
@@ -201,7 +166,7 @@ def _pack(network: torch.nn.Module, names: list[str]) -> None:
     if len(layers) > 1:
         weight = torch.cat([one.weight.detach() for one in layers])
     # torch's own layers of 16 bits call these kernels anyway.
-    if weight.itemsize >= 4 and weight.numel() < SMALLEST[kind_for(weight.device, weight.dtype)]:
+    if weight.itemsize >= 4 and weight.numel() < SMALLEST[kind_for(weight)]:
         return
     bias = None
     if layers[0].bias is not None:

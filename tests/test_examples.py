@@ -267,15 +267,20 @@ def test_the_gpu_benchmark(tmp_path):
     expected = 16 * first[1] / (first[32] + 3 * first[16])
     assert record["speedups"][0]["speedup"]["4"] == pytest.approx(expected)
     assert "--shape must be one of" in run("gpu_benchmark.py", "--shape", "huge", code=2)
-    run("gpu_benchmark.py", *words, "--part", "answers", "--pack", "off")
+    run("gpu_benchmark.py", *words, "--part", "answers")
     record = json.loads(path.read_text())
-    assert record["packed"] is False
     assert record["answers"]
     assert not record["forwards"]
     run("gpu_benchmark.py", *words, "--part", "forwards")
     record = json.loads(path.read_text())
     assert record["forwards"]
     assert not record["answers"]
+    told = run("gpu_benchmark.py", *words, "--part", "kernels")
+    assert "32 tokens behind 64: " in told
+    lines = json.loads(path.read_text())["kernels"]
+    products = [one for one in lines if "mm" in one["kernel"] and one["queries"] == 16]
+    assert products
+    assert all(one["calls"] > 0 and one["microseconds"] > 0 for one in products)
     assert "--part must be one of" in run("gpu_benchmark.py", "--part", "x", code=2)
     assert "no CUDA GPU is here" in run("gpu_benchmark.py", code=2)
 

@@ -240,7 +240,7 @@ def test_what_packed_weights_cannot_do():
 
 
 def test_where_packing_is_impossible(checkpoint, monkeypatch):
-    assert packed.missing(torch.device("mps"), torch.float32) == "the model is on mps"
+    assert packed.missing(torch.device("cuda:1"), torch.float32) == "the model is on cuda:1"
     assert "no kernels here for torch.float64" in str(
         packed.missing(torch.device("cpu"), torch.float64)
     )

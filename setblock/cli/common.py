@@ -232,8 +232,8 @@ PackOption = Annotated[
     Switch | None,
     typer.Option(
         "--pack",
-        help="on: lay out linear layers' weights for this machine's kernels while loading. "
-        "Default: on where that is possible: on x86 processors, and in 16 bits on NVIDIA's GPUs.",
+        help="on: lay out linear layers' weights for a CPU's kernels while loading. Default: on "
+        "where that is possible.",
         rich_help_panel=MACHINE,
     ),
 ]
