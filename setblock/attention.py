@@ -6,6 +6,7 @@ made. On a GPU a long cache of one row is looked at in pieces. It is torch's
 scaled_dot_product_attention, or a kernel of it, all the same.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -152,9 +153,7 @@ def in_pieces(
     """
     _, heads, length, width = query.shape
     shared, size = key.shape[1], key.shape[2] // count
-    bias = bias_of(mask, heads, shared, query.dtype) if mask.dtype == torch.bool else mask
-    bias = bias.to(query.dtype)[0].unflatten(2, (count, size)).permute(2, 0, 1, 3)
-    blind = (bias == -torch.inf).all(dim=3)
+    bias, blind = cut(mask, heads, shared, query.dtype, count)
     key, value = (one[0].unflatten(1, (count, size)).transpose(0, 1) for one in (key, value))
     query = query.reshape(1, shared, -1, width).expand(count, -1, -1, -1)
     rows = query.shape[2]
@@ -164,6 +163,29 @@ def in_pieces(
     share = logsumexp[:, :, :rows].masked_fill(blind, -torch.inf).softmax(dim=0)[..., None]
     result = (result * share).masked_fill(blind[..., None], 0.0).sum(dim=0)
     return result.to(query.dtype).reshape(1, heads, length, -1)
+
+
+# (mask, how it was cut, what came of it) of the last mask that was cut.
+_last: tuple[weakref.ref[Tensor], tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+
+
+def cut(
+    mask: Tensor, heads: int, shared: int, dtype: torch.dtype, count: int
+) -> tuple[Tensor, Tensor]:
+    """(the bias of each piece, [count, 1, queries, size]; whether all of it is unseen, [count, 1,
+    queries]), made once for all layers that are given one mask.
+    """
+    global _last
+    how = heads, shared, dtype, count
+    kept = None if torch.compiler.is_compiling() else _last
+    if kept is not None and kept[0]() is mask and kept[1] == how:
+        return kept[2]
+    bias = bias_of(mask, heads, shared, dtype) if mask.dtype == torch.bool else mask
+    bias = bias.to(dtype)[0].unflatten(2, (count, -1)).permute(2, 0, 1, 3)
+    made = bias, (bias == -torch.inf).all(dim=3)
+    if not torch.compiler.is_compiling():
+        _last = weakref.ref(mask), how, made
+    return made
 
 
 def efficient(

@@ -23,6 +23,7 @@ from setblock import (
     kernels,
     machines,
     mask_token,
+    norms,
     packed,
     roofline,
 )
@@ -297,6 +298,8 @@ class Model:
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
             compiled = kernels.compiled(self._run)
+        if how == "graphs" and graphs.missing(self.network) is None:
+            norms.join(self.network)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             replayed = Graphs(self.network)
         self._compiled, self._graphs = compiled, replayed

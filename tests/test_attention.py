@@ -235,3 +235,28 @@ def test_dropout_is_left_to_transformers(monkeypatch):
 
 def test_a_loaded_model_has_it(checkpoint):
     assert load(checkpoint("llama")).network.config._attn_implementation == attention.NAME
+
+
+def test_a_mask_is_cut_once_for_all_layers(monkeypatch):
+    made: list[Any] = []
+    real = attention.bias_of
+
+    def bias_of(mask: Any, *words: Any) -> Any:
+        made.append(words)
+        return real(mask, *words)
+
+    monkeypatch.setattr(attention, "bias_of", bias_of)
+    mask = torch.rand(1, 1, 3, 64) < 0.7
+    first = attention.cut(mask, 4, 2, torch.float32, 4)
+    again = attention.cut(mask, 4, 2, torch.float32, 4)
+    assert len(made) == 1
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    bias, blind = attention.cut(mask, 4, 2, torch.float32, 8)
+    assert len(made) == 2, "into other pieces"
+    assert bias.shape == (8, 1, 6, 8)
+    assert torch.equal(blind, (bias == -torch.inf).all(dim=3))
+    other = mask.clone()
+    attention.cut(other, 4, 2, torch.float32, 8)
+    assert len(made) == 3, "another mask, of the same values"
+    attention.cut(mask, 4, 2, torch.float32, 8)
+    assert len(made) == 4, "the last one's alone is kept"

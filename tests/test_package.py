@@ -32,6 +32,7 @@ LEVELS = (
         "card",
         "fields",
         "kinds",
+        "norms",
     ),
     (
         "objective",
