@@ -13,14 +13,16 @@ roofline; the bandwidth that a forward of one token reaches as a share of what a
 speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which a solver reveals a
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
 it, or drafts are verified. `--part kernels` names the GPU's kernels in single forwards, of graphs
-too, which shares of a run can't. The record is written after each part and each size of batch.
-Without a GPU, `--shape tiny --device cpu` runs the same script in minutes, but for graphs, which
-are CUDA's.
+too, which shares of a run can't. `--liger` puts liger-kernel's kernels for rotations, norms and
+activations in transformers' place, where that package is installed. The record is written after
+each part and each size of batch. Without a GPU, `--shape tiny --device cpu` runs the same script in
+minutes, but for graphs, which are CUDA's.
 """
 
 import itertools
 import statistics
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +59,7 @@ SETTLED = 8  # tokens after which transformers replays what it has compiled
 console = Console()
 
 
-def random_model(shape: str, context: int, device: str, dtype: str, compile: Compile) -> Model:
+def random_model(shape: str, context: int, device: str, dtype: str) -> Model:
     """A model of that shape; its tokenizer, the bundled one, has no part in what is measured."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=context)
     with torch.device(device):
@@ -65,9 +67,16 @@ def random_model(shape: str, context: int, device: str, dtype: str, compile: Com
     tokenizer = load("nano", device="cpu").tokenizer
     model = Model(network, tokenizer, shape, mask_token_id=config.vocab_size - 1)
     model.eos_token_ids = frozenset()  # answers are as long as they may be
-    if compile is not Compile.off:
-        model.compile(compile.value)
     return model
+
+
+def with_liger(network: Any) -> None:
+    """Effects: a Llama's rotations, norms and activations are liger-kernel's, each one kernel."""
+    try:
+        liger: Any = import_module("liger_kernel.transformers")
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"--liger needs: pip install liger-kernel ({error})") from error
+    liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=network)
 
 
 def copy_bandwidth(model: Model, size: int) -> float:
@@ -195,6 +204,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: CompileOption = Compile.off,
+    liger: Annotated[bool, typer.Option(help="With liger-kernel's rotations and others.")] = False,
     part: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: the first two.")
     ] = None,
@@ -224,11 +234,15 @@ def main(
     prompts = prompt or [1024, 8192]
     context = max(max(lengths) + max(widths), max(prompts) + new_tokens + 2 * BLOCK)
     try:
-        model = random_model(shape, context, device, dtype, compile)
+        model = random_model(shape, context, device, dtype)
+        if liger:
+            with_liger(model.network)
+        if compile is not Compile.off:
+            model.compile(compile.value)
     except ModelError as error:
         raise typer.BadParameter(f"--compile {compile.value} --device {device}: {error}") from error
     record = new_record()
-    record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
+    record |= {"dtype": dtype, "compile": compile.value, "liger": liger, "repeats": repeats}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
     record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
     console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")

@@ -291,6 +291,24 @@ def test_the_gpu_benchmark_has_no_graphs_on_a_cpu(monkeypatch):
     assert "the model is on cpu" in " ".join(run_here(*words, code=2).replace("│", "").split())
 
 
+def test_the_gpu_benchmark_with_others_kernels(monkeypatch, tmp_path):
+    gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
+    path = tmp_path / "record.json"
+    few = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--liger"]
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    told = " ".join(run_here(*few, code=2).replace("│", "").split())
+    assert "--liger needs: pip install liger-kernel" in told
+    given: list[Any] = []
+    taken = SimpleNamespace(apply_liger_kernel_to_llama=lambda **words: given.append(words))
+    monkeypatch.setattr(gpu_benchmark, "import_module", lambda name: taken)
+    few += ["--part", "forwards", "--queries", "1", "--cached", "8", "--rows", "1"]
+    run_here(*few, "--repeats", "1", "--copy-bytes", "64", "--out", path)
+    [words] = given
+    assert words["fused_linear_cross_entropy"] is False
+    assert words["model"].config.model_type == "llama"
+    assert json.loads(path.read_text())["liger"] is True
+
+
 def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
     path = tmp_path / "record.json"
