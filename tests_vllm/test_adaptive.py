@@ -9,7 +9,7 @@ import torch
 from test_engine import Request, agree, answers, mixed, prompts
 
 from setblock.masks import decoding_layout
-from setblock.solvers import parse
+from setblock.solvers import Predictions, parse
 from setblock.vllm.adaptive import Widths
 
 ADAPTIVE = {"adaptive": True}
@@ -82,7 +82,7 @@ def seeded(model: Any, text: list[int], solver: Any, most: int) -> tuple[int, ..
                 break
             found = logits(block)[-16:]
             found[:, mask] = -torch.inf
-            reveal = solver.reveal(found[None], open_slots)
+            reveal = solver.reveal(Predictions(found[None]), open_slots)
             block = torch.where(reveal, found.argmax(dim=-1), here)[0].tolist()
         text, answer = text + block, answer + block
         ends = [n for n, token in enumerate(answer) if token in model.eos_token_ids]
