@@ -165,8 +165,9 @@ def in_pieces(
     return result.to(query.dtype).reshape(1, heads, length, -1)
 
 
-# (mask, how it was cut, what came of it) of the last mask that was cut.
-_last: tuple[weakref.ref[Tensor], tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+# (mask, how it was cut, what came of it) of the masks that were cut last, one a kind of layer.
+_cut: tuple[tuple[weakref.ref[Tensor], tuple[Any, ...], tuple[Tensor, Tensor]], ...] = ()
+KINDS = 2  # of layers in a network: with a sliding window and without
 
 
 def cut(
@@ -175,16 +176,17 @@ def cut(
     """(the bias of each piece, [count, 1, queries, size]; whether all of it is unseen, [count, 1,
     queries]), made once for all layers that are given one mask.
     """
-    global _last
+    global _cut
     how = heads, shared, dtype, count
-    kept = None if torch.compiler.is_compiling() else _last
-    if kept is not None and kept[0]() is mask and kept[1] == how:
-        return kept[2]
+    kept = () if torch.compiler.is_compiling() else _cut
+    for known, once, made in kept:
+        if known() is mask and once == how:
+            return made
     bias = bias_of(mask, heads, shared, dtype) if mask.dtype == torch.bool else mask
     bias = bias.to(dtype)[0].unflatten(2, (count, -1)).permute(2, 0, 1, 3)
     made = bias, (bias == -torch.inf).all(dim=3)
     if not torch.compiler.is_compiling():
-        _last = weakref.ref(mask), how, made
+        _cut = ((weakref.ref(mask), how, made), *kept)[:KINDS]
     return made
 
 

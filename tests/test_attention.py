@@ -258,5 +258,9 @@ def test_a_mask_is_cut_once_for_all_layers(monkeypatch):
     other = mask.clone()
     attention.cut(other, 4, 2, torch.float32, 8)
     assert len(made) == 3, "another mask, of the same values"
+    for one in (mask, other) * 3:
+        attention.cut(one, 4, 2, torch.float32, 8)
+    assert len(made) == 3, "layers of two kinds take turns"
+    attention.cut(mask.clone(), 4, 2, torch.float32, 8)
     attention.cut(mask, 4, 2, torch.float32, 8)
-    assert len(made) == 4, "the last one's alone is kept"
+    assert len(made) == 5, "the last two are kept"
