@@ -5,12 +5,11 @@
         --dev gsm8k=gsm8k/dev.jsonl --dev svamp=svamp/rest.jsonl
 
 All three learn the base's own answers to the prompts, rows of {"prompt": ...} as
-`examples/task_prompts.py` and `setblock prompts` write them, in the same order. Several processes
-write these answers first, unless OUTPUT_DIR/answers.jsonl has them. The decoder and the twin are
-low-rank adapters and take --steps; the gated adapter goes on until the end of the time. The three
-are trained side by side, as none of them fills a large GPU, then each is decoded on the development
-questions, the base too. After so many minutes the script stops, with checkpoints, and the same
-command goes on.
+`examples/task_prompts.py` and `setblock prompts` write them. Several processes write these answers
+first, unless OUTPUT_DIR/answers.jsonl has them. The decoder and the twin are low-rank adapters that
+meet them in the same order and take --steps; the gated adapter goes on until the end of the time.
+The three are trained side by side, then each is decoded on the development questions, the base too.
+After so many minutes the script stops, with checkpoints, and the same command goes on.
 """
 
 import json
@@ -118,6 +117,21 @@ def join_parts(files: list[Path], out: Path) -> None:
     write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def check_answers(answers: Path, prompts: Path) -> None:
+    """Raises: BadParameter for answers to other prompts."""
+    known = {row["index"]: row["prompt"] for _, _, row in lines_of(answers)}
+    known = {
+        index: said if isinstance(said, str) else said[-1]["content"]
+        for index, said in known.items()
+    }
+    asked = [row["prompt"] for _, _, row in lines_of(prompts)]
+    if known != dict(enumerate(asked)):
+        raise typer.BadParameter(
+            f"{answers} has not the answers to all prompts of {prompts}, or others: move it and "
+            f"{answers.parent}/answers-*.jsonl away"
+        )
+
+
 def finished(summary: Path) -> bool:
     """Whether a training came to its end, which one that was told to stop did not."""
     told = summary.read_text(encoding="utf-8") if summary.exists() else None
@@ -129,7 +143,8 @@ def training(folder: Path, words: list[str]) -> list[str]:
     own = folder / "_run" / "answers.jsonl"
     if not own.exists():
         own.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder.parent / own.name, own)
+        copied = Path(shutil.copyfile(folder.parent / own.name, own.with_suffix(".new")))
+        copied.replace(own)
     resume = ["--resume"] if any(folder.glob("checkpoint-*")) else []
     words = ["-m", "setblock", "train", "--config", str(CONFIG), *words]
     return [*words, *WAYS[folder.name], *resume, "--output-dir", str(folder)]
@@ -200,6 +215,7 @@ def main(
         if not jobs.wait(*names):
             return
         join_parts(parts, answers)
+    check_answers(answers, prompts)
     left = [name for name in WAYS if not finished(output_dir / name / "summary.json")]
     if left and (limit := (trained - time.monotonic()) / 60) < SHORTEST:
         typer.echo(f"no time is left to train {', '.join(left)}: the same goes on")

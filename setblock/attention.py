@@ -190,6 +190,12 @@ def cut(
     return made
 
 
+def forget() -> None:
+    """Effects: lets go of the masks that were cut."""
+    global _cut
+    _cut = ()
+
+
 def efficient(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -234,8 +234,11 @@ class Model:
         else:
             cache.locate(lengths, tokens.shape[1])
             mask = decoding_mask(self.network, queries, cache, self._windows)
-        with gated.opened(self.network, layout, queries) as told:
-            return run(tokens, position, mask, cache, None if whole else picked, told)
+        try:
+            with gated.opened(self.network, layout, queries) as told:
+                return run(tokens, position, mask, cache, None if whole else picked, told)
+        finally:
+            attention.forget()
 
     def _run(
         self,
@@ -284,7 +287,8 @@ class Model:
         how: "kernels", they run in kernels that torch.compile makes at the first of each kind, one
         token or several, one row or more, and keeps on disk for the next process; "graphs", they
         are recorded as CUDA graphs and replayed from the second of each shape on, see Graphs, and
-        caches keep their memory for the next one; "on", kernels, and on CUDA graphs of them.
+        caches keep their memory for the next one, and the network's norms become torch's own kernel
+        for good (norms.join); "on", kernels, and on CUDA graphs of them.
         Raises: ValueError for another word; ModelError on a CPU without a C++ compiler, and for a
         network that can't be recorded as a graph, as none can on a CPU.
         Hooks put on later, or layers replaced, may not be seen.

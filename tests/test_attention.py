@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from setblock import attention
 from setblock.loading import load
+from setblock.masks import causal_layout
 
 
 def tensors(batch, length, seen, heads=6, shared=2, width=8) -> Any:
@@ -264,3 +265,6 @@ def test_a_mask_is_cut_once_for_all_layers(monkeypatch):
     attention.cut(mask.clone(), 4, 2, torch.float32, 8)
     attention.cut(mask, 4, 2, torch.float32, 8)
     assert len(made) == 5, "the last two are kept"
+    load("nano", device="cpu").forward(torch.tensor([[5]]), causal_layout(torch.tensor([[0]])))
+    attention.cut(mask, 4, 2, torch.float32, 8)
+    assert len(made) == 6, "a forward's own end with it"

@@ -429,6 +429,10 @@ def test_the_three_models_of_a_gpu(tmp_path) -> None:
     assert all((out / way / "_run" / "answers.jsonl").read_text().splitlines() == answers
                for way in ("gated", "sbd", "twin"))  # fmt: skip
     assert sorted(json.loads(line)["index"] for line in answers) == list(range(6))
+    with prompts.open("a") as more:
+        more.write(json.dumps({"prompt": "And now?"}) + "\n")
+    told = " ".join(run("smollm2_gpu.py", *words, 9, code=2).replace("│", "").split())
+    assert "has not the answers to all prompts of" in told
     logs = [(out / way / "log.jsonl").read_text() for way in ("gated", "sbd", "twin")]
     assert all('"step": 2' in log for log in logs)
 
@@ -483,6 +487,7 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
 
     monkeypatch.setattr(smollm2_gpu, "Together", Together)
     monkeypatch.setattr(smollm2_gpu, "join_parts", lambda files, out: out.write_text(""))
+    monkeypatch.setattr(smollm2_gpu, "check_answers", lambda answers, prompts: None)
     words = ["--prompts", "p", "--output-dir", tmp_path, "--dev"]
     wrong = run_here(*words, "gsm8k", "--minutes", 9, code=2)
     assert "--dev must be TASK=FILE, got 'gsm8k'" in " ".join(wrong.split())

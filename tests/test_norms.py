@@ -65,6 +65,22 @@ def of_another_type() -> Any:
     return LlamaRMSNorm(8).double()
 
 
+def of_another_library() -> Any:
+    layer = LlamaRMSNorm(8)
+    layer.forward = layer.forward  # on the instance, as liger-kernel puts its own
+    return layer
+
+
+class Wide(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        _, _, length, _ = hidden_states.shape
+        return super().forward(hidden_states) / length
+
+
+def without_weights() -> Any:
+    return LlamaRMSNorm(8).to("meta")
+
+
 def more_weights() -> Any:
     layer = LlamaRMSNorm(8)
     layer.bias = torch.nn.Parameter(torch.zeros(8))
@@ -74,8 +90,8 @@ def more_weights() -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        *(lambda kind=kind: kind(8) for kind in (GemmaRMSNorm, Doubled, Gated, Half)),
-        *(hooked, of_another_type, more_weights),
+        *(lambda kind=kind: kind(8) for kind in (GemmaRMSNorm, Doubled, Gated, Half, Wide)),
+        *(hooked, of_another_type, of_another_library, without_weights, more_weights),
         *(lambda: torch.nn.LayerNorm(8), lambda: RMSNorm(8)),
     ],
 )
@@ -86,11 +102,17 @@ def test_other_norms_are_left_alone(make):
     assert network["0"] is layer
 
 
+def test_a_norm_of_another_type_than_the_rest_is_left_alone():
+    first, other = LlamaRMSNorm(8).bfloat16(), LlamaRMSNorm(8)
+    network = network_of(first, other)
+    norms.join(network)
+    assert type(network["0"]) is RMSNorm
+    assert network["1"] is other
+
+
 def test_a_norm_without_epsilon_is_left_alone():
     layer = LlamaRMSNorm(8)
-    expected = layer.forward
     del layer.variance_epsilon
-    layer.forward = expected
     network = network_of(layer)
     norms.join(network)
     assert network["0"] is layer
