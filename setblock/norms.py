@@ -1,8 +1,8 @@
 """Norms of a GPU's forwards in a kernel each.
 
 transformers' classes write a root mean square norm out in eight operations. As kernels of a graph
-they take as long as a tenth of a forward of 16 tokens, and twice as long for 16 as for one, since
-torch's mean over so few rows leaves most of a GPU idle. torch has the norm as one kernel too.
+they take a tenth of a forward of 16 tokens, nearly twice as long for 16 as for one, since a
+mean over so few rows leaves most of a GPU idle. torch has the norm as one kernel too.
 """
 
 import inspect
