@@ -119,11 +119,10 @@ def join_parts(files: list[Path], out: Path) -> None:
 
 def check_answers(answers: Path, prompts: Path) -> None:
     """Raises: BadParameter for answers to other prompts."""
-    known = {row["index"]: row["prompt"] for _, _, row in lines_of(answers)}
-    known = {
-        index: said if isinstance(said, str) else said[-1]["content"]
-        for index, said in known.items()
-    }
+    known = {}
+    for _, _, row in lines_of(answers):
+        said = row["prompt"]
+        known[row["index"]] = said if isinstance(said, str) else said[-1]["content"]
     asked = [row["prompt"] for _, _, row in lines_of(prompts)]
     if known != dict(enumerate(asked)):
         raise typer.BadParameter(
@@ -203,6 +202,8 @@ def main(
     for task in dev:
         if not all(task.partition("=")):
             raise typer.BadParameter(f"--dev must be TASK=FILE, got {task!r}")
+    if not prompts.is_file():
+        raise typer.BadParameter(f"--prompts: no file {str(prompts)!r}")
     output_dir.mkdir(parents=True, exist_ok=True)
     jobs = Together(output_dir, time.monotonic() + 60 * minutes)
     trained = jobs.until - 60 * (measuring + START)

@@ -6,7 +6,6 @@ made. On a GPU a long cache of one row is looked at in pieces. It is torch's
 scaled_dot_product_attention, or a kernel of it, all the same.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -166,7 +165,7 @@ def in_pieces(
 
 
 # (mask, how it was cut, what came of it) of the masks that were cut last, one a kind of layer.
-_cut: tuple[tuple[weakref.ref[Tensor], tuple[Any, ...], tuple[Tensor, Tensor]], ...] = ()
+_cut: tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]], ...] = ()
 KINDS = 2  # of layers in a network: with a sliding window and without
 
 
@@ -174,19 +173,19 @@ def cut(
     mask: Tensor, heads: int, shared: int, dtype: torch.dtype, count: int
 ) -> tuple[Tensor, Tensor]:
     """(the bias of each piece, [count, 1, queries, size]; whether all of it is unseen, [count, 1,
-    queries]), made once for all layers that are given one mask.
+    queries]), made once for all layers that are given one mask, until the forward's end forgets it.
     """
     global _cut
     how = heads, shared, dtype, count
     kept = () if torch.compiler.is_compiling() else _cut
     for known, once, made in kept:
-        if known() is mask and once == how:
+        if known is mask and once == how:
             return made
     bias = bias_of(mask, heads, shared, dtype) if mask.dtype == torch.bool else mask
     bias = bias.to(dtype)[0].unflatten(2, (count, -1)).permute(2, 0, 1, 3)
     made = bias, (bias == -torch.inf).all(dim=3)
     if not torch.compiler.is_compiling():
-        _cut = ((weakref.ref(mask), how, made), *kept)[:KINDS]
+        _cut = ((mask, how, made), *kept)[:KINDS]
     return made
 
 

@@ -193,7 +193,8 @@ def forward_kernels(
     Of a replayed graph too, in which a profiler can't tell whose kernels they are.
     """
     cache = _filled(model, cached, count, batch_size)
-    where = ProfilerActivity.CUDA if model.device.type == "cuda" else ProfilerActivity.CPU
+    on_gpu = model.device.type == "cuda"
+    where = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     for _ in range(WARM_UPS):
         _forward_seconds(model, cache, count, count // 2, count)
     with profile(activities=[where], acc_events=True) as profiler:
@@ -201,11 +202,9 @@ def forward_kernels(
             _forward_seconds(model, cache, count, count // 2, count)
     found = []
     for one in profiler.key_averages():
-        if model.device.type == "cuda" and one.device_type.name == "CPU":
+        if on_gpu and one.device_type.name == "CPU":
             continue  # a call on the host that launches one
-        took = (
-            one.self_device_time_total if model.device.type == "cuda" else one.self_cpu_time_total
-        )
+        took = one.self_device_time_total if on_gpu else one.self_cpu_time_total
         line = {"queries": count, "cached": cached, "batch_size": batch_size, "kernel": one.key}
         found.append({**line, "calls": one.count / repeats, "microseconds": took / repeats})
     return sorted(found, key=lambda line: -line["microseconds"])

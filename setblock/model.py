@@ -302,10 +302,10 @@ class Model:
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
             compiled = kernels.compiled(self._run)
-        if how == "graphs" and graphs.missing(self.network) is None:
-            norms.join(self.network)
         if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
             replayed = Graphs(self.network)
+        if how == "graphs":
+            norms.join(self.network)
         self._compiled, self._graphs = compiled, replayed
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:

@@ -48,7 +48,7 @@ def _same(module: Any, dtype: torch.dtype) -> RMSNorm | None:
     try:
         with torch.no_grad():
             expected, said = module(rows), norm(rows)
-    except Exception:  # of code that is not ours, about a shape or number that it does not expect
+    except (RuntimeError, TypeError, ValueError, IndexError):  # of other shapes or numbers
         return None
     near = NEAR[weight.dtype]
     # Others scale by 1 + weight, in other words or not at all.

@@ -488,10 +488,12 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
     monkeypatch.setattr(smollm2_gpu, "Together", Together)
     monkeypatch.setattr(smollm2_gpu, "join_parts", lambda files, out: out.write_text(""))
     monkeypatch.setattr(smollm2_gpu, "check_answers", lambda answers, prompts: None)
-    words = ["--prompts", "p", "--output-dir", tmp_path, "--dev"]
+    words = ["--prompts", tmp_path / "p", "--output-dir", tmp_path, "--dev"]
     wrong = run_here(*words, "gsm8k", "--minutes", 9, code=2)
     assert "--dev must be TASK=FILE, got 'gsm8k'" in " ".join(wrong.split())
     words = [*words, "gsm8k=d"]
+    assert "--prompts: no file" in run_here(*words, "--minutes", 9, code=2)
+    (tmp_path / "p").write_text("")
     run_here(*words, "--adapter", "mine", "--base", "b", "--minutes", 9, "--writers", 1)
     trained = {name: words for name, words in started.items() if "--model" in words}
     models = {name: words[words.index("--model") + 1] for name, words in trained.items()}
