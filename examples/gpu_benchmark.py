@@ -14,7 +14,8 @@ speed-ups that follow for 2 to 8 tokens per forward; and whole answers, in which
 fixed number of tokens per forward, so that the speed-up over next-token decoding can be set against
 it, or drafts are verified. `--part kernels` names the GPU's kernels in single forwards, of graphs
 too, which shares of a run can't. `--liger` puts liger-kernel's kernels for rotations, norms and
-activations in transformers' place, where that package is installed. The record is written after
+activations in transformers' place, where that package is installed; `--joined` makes linear layers
+that read the same tokens one. The record is written after
 each part and each size of batch. Without a GPU, `--shape tiny --device cpu` runs the same script in
 minutes, but for graphs, which are CUDA's.
 """
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from setblock import benchmark, contenders, machines, profiling
+from setblock import benchmark, contenders, machines, packed, profiling, shared
 from setblock.cli.common import Compile, CompileOption
 from setblock.loading import load
 from setblock.model import Model, ModelError
@@ -77,6 +78,17 @@ def with_liger(network: Any) -> None:
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"--liger needs: pip install liger-kernel ({error})") from error
     liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=network)
+
+
+def with_joined_layers(network: Any) -> None:
+    """Effects: linear layers that read the same tokens are one product of one weight."""
+    plain = [name for name, layer in network.named_modules() if type(layer) is torch.nn.Linear]
+    for names in shared.groups(plain):
+        if len(names) > 1:
+            weight = torch.cat([network.get_submodule(name).weight.detach() for name in names])
+            whole = torch.nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+            whole.weight = torch.nn.Parameter(weight, requires_grad=False)
+            packed.divide(network, names, whole)
 
 
 def copy_bandwidth(model: Model, size: int) -> float:
@@ -205,6 +217,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: CompileOption = Compile.off,
     liger: Annotated[bool, typer.Option(help="With liger-kernel's rotations and others.")] = False,
+    joined: Annotated[bool, typer.Option(help="Layers that read the same tokens as one.")] = False,
     part: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PARTS)}. Default: the first two.")
     ] = None,
@@ -237,12 +250,15 @@ def main(
         model = random_model(shape, context, device, dtype)
         if liger:
             with_liger(model.network)
+        if joined:
+            with_joined_layers(model.network)
         if compile is not Compile.off:
             model.compile(compile.value)
     except ModelError as error:
         raise typer.BadParameter(f"--compile {compile.value} --device {device}: {error}") from error
     record = new_record()
-    record |= {"dtype": dtype, "compile": compile.value, "liger": liger, "repeats": repeats}
+    record |= {"dtype": dtype, "compile": compile.value, "repeats": repeats}
+    record |= {"liger": liger, "joined": joined}
     record["dimensions"] = asdict(machines.dimensions_of(model.network.config))
     record["copy_bytes_per_second"] = copy = copy_bandwidth(model, copy_bytes)
     console.print(f"a copy reaches {copy / 1e9:.0f} GB/s")

@@ -84,7 +84,9 @@ def bias_of(mask: Tensor, heads: int, shared: int, dtype: torch.dtype) -> Tensor
 
     Made once for all layers of a forward, each of which would make it anew of the mask.
     """
-    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    # Not minus infinity, of which a piece of a cache that is all unseen would make no number.
+    unseen = max(torch.finfo(dtype).min / 2, -1e30)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, unseen)
     return bias.repeat(1, 1, heads // shared, 1) if mask.shape[2] > 1 else bias
 
 
@@ -152,47 +154,14 @@ def in_pieces(
     """
     _, heads, length, width = query.shape
     shared, size = key.shape[1], key.shape[2] // count
-    bias, blind = cut(mask, heads, shared, query.dtype, count)
+    bias = bias_of(mask, heads, shared, query.dtype) if mask.dtype == torch.bool else mask
     key, value = (one[0].unflatten(1, (count, size)).transpose(0, 1) for one in (key, value))
     query = query.reshape(1, shared, -1, width).expand(count, -1, -1, -1)
     rows = query.shape[2]
-    bias = bias.expand(count, shared, rows, size)
+    bias = bias[0].unflatten(2, (count, size)).permute(2, 0, 1, 3).expand(count, shared, rows, size)
     result, logsumexp = efficient(query, key, value, bias, scaling)
-    # A piece of which nothing is seen has no share, whatever a kernel makes of it.
-    share = logsumexp[:, :, :rows].masked_fill(blind, -torch.inf).softmax(dim=0)[..., None]
-    result = (result * share).masked_fill(blind[..., None], 0.0).sum(dim=0)
-    return result.to(query.dtype).reshape(1, heads, length, -1)
-
-
-# (mask, how it was cut, what came of it) of the masks that were cut last, one a kind of layer.
-_cut: tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]], ...] = ()
-KINDS = 2  # of layers in a network: with a sliding window and without
-
-
-def cut(
-    mask: Tensor, heads: int, shared: int, dtype: torch.dtype, count: int
-) -> tuple[Tensor, Tensor]:
-    """(the bias of each piece, [count, 1, queries, size]; whether all of it is unseen, [count, 1,
-    queries]), made once for all layers that are given one mask, until the forward's end forgets it.
-    """
-    global _cut
-    how = heads, shared, dtype, count
-    kept = () if torch.compiler.is_compiling() else _cut
-    for known, once, made in kept:
-        if known is mask and once == how:
-            return made
-    bias = bias_of(mask, heads, shared, dtype) if mask.dtype == torch.bool else mask
-    bias = bias.to(dtype)[0].unflatten(2, (count, -1)).permute(2, 0, 1, 3)
-    made = bias, (bias == -torch.inf).all(dim=3)
-    if not torch.compiler.is_compiling():
-        _cut = ((mask, how, made), *kept)[:KINDS]
-    return made
-
-
-def forget() -> None:
-    """Effects: lets go of the masks that were cut."""
-    global _cut
-    _cut = ()
+    share = logsumexp[:, :, :rows].softmax(dim=0)[..., None]
+    return (result * share).sum(dim=0).to(query.dtype).reshape(1, heads, length, -1)
 
 
 def efficient(

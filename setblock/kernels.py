@@ -1,13 +1,21 @@
-"""Forwards in kernels that torch.compile makes at the first of each kind and keeps on disk."""
+"""Forwards in kernels that torch.compile makes at the first of each kind and keeps on disk.
+
+compiled()  on a CPU, of the whole network: to check layer by layer which kernels suit takes it as
+            long as they save
+layered()   on a GPU, of one layer for every layer like it, in seconds where a whole network takes
+            minutes; a graph that is replayed checks nothing
+"""
 
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from setblock.cache import CACHE
 from setblock.checkpoint import any_of
 
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
@@ -24,6 +32,38 @@ def missing(device: torch.device) -> str | None:
 def compiled(run: MethodType) -> Callable[..., Any]:
     """The same method of the same object, in kernels of its own.
 
+    Effects: as `_compiled`.
+    """
+    return _compiled(run.__func__, looked_at_again, run.__self__)
+
+
+def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, within which forwards of the network's layers behind a cache are compiled.
+
+    Effects: the layers' `forward` is replaced, which does what it did outside of `run`; as
+    `_compiled`.
+    """
+    switch = _Switch()
+    kinds: dict[Any, Callable[..., Any]] = {}
+    for number, layer in enumerate(network.get_decoder().layers):
+        kind = _structure(layer)
+        if kind not in kinds:
+            kinds[kind] = _compiled(_of_layer, looked_at_in_layers)
+        layer.forward = partial(_either, switch, layer.forward, kinds[kind], number)
+
+    def switched_on(*given: Any) -> Any:
+        switch.on = True
+        try:
+            return run(*given)
+        finally:
+            switch.on = False
+
+    return switched_on
+
+
+def _compiled(function: Any, filter: Callable[..., list[bool]], *owner: Any) -> Callable[..., Any]:
+    """The function, or the method of this owner, in kernels of its own.
+
     Effects: torch.compile's limit of kinds, and what it does with floats, for the whole process.
     """
     config: Any = torch._dynamo.config
@@ -32,13 +72,14 @@ def compiled(run: MethodType) -> Callable[..., Any]:
     # Else it traces a network twice, the second time with what floats it has held fixed.
     config.specialize_float = True
     # Kernels belong to a code, and what is checked of a network does not tell two apart.
-    shared: Any = run.__func__
-    code, closure = shared.__code__.replace(), shared.__closure__
-    own = MethodType(FunctionType(code, shared.__globals__, closure=closure), run.__self__)
-    return torch.compile(own, dynamic=True, options={"guard_filter_fn": looked_at_again})
+    code, closure = function.__code__.replace(), function.__closure__
+    own: Any = FunctionType(code, function.__globals__, closure=closure)
+    if owner:
+        own = MethodType(own, *owner)
+    return torch.compile(own, dynamic=True, options={"guard_filter_fn": filter})
 
 
-def looked_at_again(guards: Sequence[Any]) -> list[bool]:
+def looked_at_again(guards: Sequence[Any], layers: str = "self.network.") -> list[bool]:
     """Which of torch.compile's conditions a forward in its kernels checks.
 
     Thousands say of a model's own network that its layers are what they were, without hooks: to
@@ -47,7 +88,57 @@ def looked_at_again(guards: Sequence[Any]) -> list[bool]:
     """
     values = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
     return [
-        not one.name.startswith("self.network.")
+        not one.name.startswith(layers)
         or (one.guard_type in values and not isinstance(one.value, torch.nn.Parameter))
         for one in guards
     ]
+
+
+class _Switch:
+    """Whether the forward under way is compiled."""
+
+    on = False
+
+
+class _OwnLayer:
+    """One layer of a cache, as that layer's attention asks a cache for it, by a number."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, keys: Any, values: Any, number: int, *rest: Any, **more: Any) -> Any:
+        return self.layer.update(keys, values)
+
+
+def _either(
+    switch: _Switch,
+    plain: Callable[..., Any],
+    kernels: Callable[..., Any],
+    number: int,
+    *given: Any,
+    **words: Any,
+) -> Any:
+    """A layer's forward, compiled where that is switched on."""
+    if not switch.on:
+        return plain(*given, **words)
+    own = _OwnLayer(words.pop(CACHE).layers[number])  # by the number kernels would differ
+    return kernels(plain, own, given, words)
+
+
+def _of_layer(
+    forward: Callable[..., Any], own: _OwnLayer, given: tuple[Any, ...], words: dict[str, Any]
+) -> Any:
+    return forward(*given, **{CACHE: own}, **words)
+
+
+def looked_at_in_layers(guards: Sequence[Any]) -> list[bool]:
+    """As `looked_at_again`, of a layer's forward; its number has no part in what it computes."""
+    found = looked_at_again(guards, "L['forward']")
+    return [kept and "layer_idx" not in one.name for kept, one in zip(found, guards, strict=True)]
+
+
+def _structure(layer: torch.nn.Module) -> Any:
+    """What two layers must share, besides what is looked at again, for kernels to suit both."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    weights = tuple((name, one.shape, one.dtype) for name, one in layer.named_parameters())
+    return modules, weights

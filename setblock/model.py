@@ -226,19 +226,13 @@ class Model:
         run: `_run`, or the same compiled. whole: logits of all tokens are wanted, not of some.
         """
         queries = Layout(position, horizon, block, document)
-        if run is self._compiled and self.device.type != "cpu":
-            # Tensors of their own: kernels are made for each place that a view begins at.
-            tokens, position, picked = tokens.clone(), position.clone(), picked.clone()
         if cache is None:
             mask = attention_mask(self.network, queries, queries, self._windows)
         else:
             cache.locate(lengths, tokens.shape[1])
             mask = decoding_mask(self.network, queries, cache, self._windows)
-        try:
-            with gated.opened(self.network, layout, queries) as told:
-                return run(tokens, position, mask, cache, None if whole else picked, told)
-        finally:
-            attention.forget()
+        with gated.opened(self.network, layout, queries) as told:
+            return run(tokens, position, mask, cache, None if whole else picked, told)
 
     def _run(
         self,
@@ -285,27 +279,30 @@ class Model:
         """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, are quicker.
 
         how: "kernels", they run in kernels that torch.compile makes at the first of each kind, one
-        token or several, one row or more, and keeps on disk for the next process; "graphs", they
-        are recorded as CUDA graphs and replayed from the second of each shape on, see Graphs, and
-        caches keep their memory for the next one, and the network's norms become torch's own kernel
-        for good (norms.join); "on", kernels, and on CUDA graphs of them.
+        token or several, one row or more, and keeps on disk for the next process, on CUDA those of
+        one layer for all; "graphs", they are recorded as CUDA graphs and replayed from the second
+        of each shape on, see Graphs, and caches keep their memory for the next one, and the
+        network's norms become torch's own kernel for good (norms.join); "on", kernels, and on CUDA
+        graphs of them.
         Raises: ValueError for another word; ModelError on a CPU without a C++ compiler, and for a
         network that can't be recorded as a graph, as none can on a CPU.
         Hooks put on later, or layers replaced, may not be seen.
         """
         if how not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {how!r}")
-        compiled = replayed = None
+        on_cuda, compiled, replayed = graphs.on_cuda(self.network), None, None
+        if how != "graphs" and (why := kernels.missing(self.device)):
+            raise ModelError(why)
+        if how == "graphs" or (how == "on" and on_cuda):
+            replayed = Graphs(self.network)
+            norms.join(self.network)
         if how != "graphs":
-            if why := kernels.missing(self.device):
-                raise ModelError(why)
             if self.device.type == "cpu":
                 gated.to_compile(self.network)
-            compiled = kernels.compiled(self._run)
-        if how == "graphs" or (how == "on" and graphs.on_cuda(self.network)):
-            replayed = Graphs(self.network)
-        if how == "graphs":
-            norms.join(self.network)
+            if on_cuda:
+                compiled = kernels.layered(self.network, self._run)
+            else:
+                compiled = kernels.compiled(self._run)
         self._compiled, self._graphs = compiled, replayed
 
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:

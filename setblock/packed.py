@@ -99,12 +99,12 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedPart(torch.nn.Module):
-    """One of several linear layers that read the same tokens, packed as one.
+    """One of several linear layers that read the same tokens, computed as one.
 
     columns: its own of that one's output.
     """
 
-    def __init__(self, whole: PackedLinear, product: Once, columns: slice) -> None:
+    def __init__(self, whole: torch.nn.Module, product: Once, columns: slice) -> None:
         super().__init__()
         self.whole, self.product, self.columns = whole, product, columns
 
@@ -174,9 +174,15 @@ def _pack(network: torch.nn.Module, names: list[str]) -> None:
     whole = PackedLinear(weight, bias)
     if len(layers) == 1:
         network.set_submodule(names[0], whole)
-        return
-    product, end = Once(whole, len(layers)), 0
-    for name, layer in zip(names, layers, strict=True):
+    else:
+        divide(network, names, whole)
+
+
+def divide(network: torch.nn.Module, names: list[str], whole: torch.nn.Module) -> None:
+    """Effects: each of these layers is its columns of what `whole` says of the same tokens."""
+    product, end = Once(whole, len(names)), 0
+    for name in names:
+        layer: Any = network.get_submodule(name)
         columns = slice(end, end + layer.out_features)
         network.set_submodule(name, PackedPart(whole, product, columns))
         end += layer.out_features

@@ -11,7 +11,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from setblock import attention
 from setblock.loading import load
-from setblock.masks import causal_layout
 
 
 def tensors(batch, length, seen, heads=6, shared=2, width=8) -> Any:
@@ -117,12 +116,28 @@ def test_numbers_that_are_none_stay_so_in_pieces(monkeypatch):
     monkeypatch.setattr(attention, "efficient", in_full)
     query, key, value, mask = tensors(1, 2, 64)
     mask[:] = True
-    mask[:, :, 0, 32:] = False
     key[0, 0, 40] = torch.nan
     found = attention.in_pieces(query, key, value, mask, None, 4)
-    assert found[0, :3, 1].isnan().all(), "the second token sees it, with the heads of that key"
-    assert not found[0, :, 0].isnan().any(), "the first one does not"
+    assert found[0, :3].isnan().all(), "the heads of that key"
     assert not found[0, 3:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 5])
+@torch.no_grad()
+def test_what_is_unseen_has_no_part_whatever_the_numbers(monkeypatch, length, dtype):
+    """To the bit: of large scores and of whole pieces that are unseen, too."""
+    monkeypatch.setattr(attention, "efficient", in_full)
+    query, key, value, mask = tensors(1, length, 64)
+    mask[..., 32:] = False
+    query, key, value = (one.to(dtype) for one in (100 * query, key, value))
+    found = attention.in_pieces(query, key, value, mask, None, 4)
+    other = attention.bias_of(mask, 6, 2, dtype)
+    assert other.isfinite().all()
+    assert found.isfinite().all()
+    value[:, :, 32:] = 7.0
+    value = torch.where(mask.any(dim=2)[..., None].expand_as(value), value, 9.0)
+    assert torch.equal(attention.in_pieces(query, key, value, mask, None, 4), found)
 
 
 @torch.no_grad()
@@ -238,33 +253,19 @@ def test_a_loaded_model_has_it(checkpoint):
     assert load(checkpoint("llama")).network.config._attn_implementation == attention.NAME
 
 
-def test_a_mask_is_cut_once_for_all_layers(monkeypatch):
-    made: list[Any] = []
-    real = attention.bias_of
+@pytest.mark.parametrize("length", [1, 5])
+@torch.no_grad()
+def test_pieces_of_a_bias_are_no_copies(monkeypatch, length):
+    """Made once for all layers, it is not made again in any of them."""
+    query, key, value, mask = tensors(1, length, 64)
+    bias = attention.bias_of(mask, 6, 2, torch.float32)
+    seen: list[Any] = []
 
-    def bias_of(mask: Any, *words: Any) -> Any:
-        made.append(words)
-        return real(mask, *words)
+    def efficient(query: Any, key: Any, value: Any, bias: Any, scaling: Any) -> Any:
+        seen.append(bias)
+        return in_full(query, key, value, bias, scaling)
 
-    monkeypatch.setattr(attention, "bias_of", bias_of)
-    mask = torch.rand(1, 1, 3, 64) < 0.7
-    first = attention.cut(mask, 4, 2, torch.float32, 4)
-    again = attention.cut(mask, 4, 2, torch.float32, 4)
-    assert len(made) == 1
-    assert all(one is other for one, other in zip(first, again, strict=True))
-    bias, blind = attention.cut(mask, 4, 2, torch.float32, 8)
-    assert len(made) == 2, "into other pieces"
-    assert bias.shape == (8, 1, 6, 8)
-    assert torch.equal(blind, (bias == -torch.inf).all(dim=3))
-    other = mask.clone()
-    attention.cut(other, 4, 2, torch.float32, 8)
-    assert len(made) == 3, "another mask, of the same values"
-    for one in (mask, other) * 3:
-        attention.cut(one, 4, 2, torch.float32, 8)
-    assert len(made) == 3, "layers of two kinds take turns"
-    attention.cut(mask.clone(), 4, 2, torch.float32, 8)
-    attention.cut(mask, 4, 2, torch.float32, 8)
-    assert len(made) == 5, "the last two are kept"
-    load("nano", device="cpu").forward(torch.tensor([[5]]), causal_layout(torch.tensor([[0]])))
-    attention.cut(mask, 4, 2, torch.float32, 8)
-    assert len(made) == 6, "a forward's own end with it"
+    monkeypatch.setattr(attention, "efficient", efficient)
+    attention.in_pieces(query, key, value, bias, None, 4)
+    assert seen[0].data_ptr() == bias.data_ptr()
+    assert (seen[0].shape, seen[0].stride(3)) == ((4, 2, 3 * length, 16), 1)

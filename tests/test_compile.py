@@ -13,13 +13,17 @@ from setblock.model import ModelError
 DECODE = """
 import json, sys
 import setblock
+from setblock import graphs
 from setblock.packed import SMALLEST
 SMALLEST.update(dict.fromkeys(SMALLEST, 0))  # the layers of a small model too
-folder, prompts, words, pack = json.load(sys.stdin)
+folder, prompts, words, pack, layered = json.load(sys.stdin)
+if layered:  # as on a GPU
+    graphs.on_cuda = lambda network: True
 ways = [{"mode": "ntp"}, {"mode": "sbd"}, {"mode": "verified", "branches": 2},
     {"mode": "verified", "branches": 1, "lookup": 3}]  # copies alone shut an adapter's gate
 for compile, pack in ((False, False), (True, pack)):
-    model = setblock.load(folder, dtype="float32", device="cpu", compile=compile, pack=pack)
+    how = compile and "kernels"
+    model = setblock.load(folder, dtype="float32", device="cpu", compile=how, pack=pack)
     for way in ways:
         found = setblock.generate(model, prompts, block_size=4, max_new_tokens=12, **way, **words)
         print(json.dumps([[one.token_ids, one.nfe] for one in found]))
@@ -131,18 +135,26 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
     assert done.stdout.split() == ["same", "same", "same"]
 
 
-# None: packed where that is possible.
+# pack: None where that is possible. layered: kernels of one layer for all, as on a GPU.
 @pytest.mark.parametrize(
-    ("kind", "pack", "adapter"),
-    [("llama", None, False), ("qwen3-window", False, False), ("llama", None, True)],
+    ("kind", "pack", "adapter", "layered"),
+    [
+        ("llama", None, False, False),
+        ("qwen3-window", False, False, False),
+        ("llama", None, True, False),
+        ("llama", False, False, True),
+        ("gemma3", False, False, True),
+        ("llama", False, True, True),
+    ],
 )
 # peft asks for it on every wrap.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter):
+def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter, layered):
     prompts, words = [[5, 9, 30], [7, 7, 12, 40, 8]], {"ignore_eos": True}
     if adapter:
         gated_adapter(load(checkpoint(kind)), tmp_path, chain_width=8)
-    told = json.dumps([str(tmp_path if adapter else checkpoint(kind)), prompts, words, pack])
+    folder = str(tmp_path if adapter else checkpoint(kind))
+    told = json.dumps([folder, prompts, words, pack, layered])
     done = subprocess.run(
         [sys.executable, "-c", DECODE], input=told, text=True, capture_output=True
     )
@@ -152,7 +164,7 @@ def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter):
     assert lines[:4] == lines[4:]
     assert lines[0] != lines[1]
     graphs, breaks = json.loads(counts)
-    assert 1 < graphs < 9, "one or more tokens and rows, some or all of the logits"
+    assert 1 < graphs < 4, "of one token and of more, of one row and of more, and of both layers"
     assert breaks == 0
 
 

@@ -26,6 +26,7 @@ from setblock import nano
 from setblock.cli import main
 from setblock.generation import generate
 from setblock.loading import load
+from setblock.masks import causal_layout
 from setblock.roofline import ACCEPTANCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -307,6 +308,27 @@ def test_the_gpu_benchmark_with_others_kernels(monkeypatch, tmp_path):
     assert words["fused_linear_cross_entropy"] is False
     assert words["model"].config.model_type == "llama"
     assert json.loads(path.read_text())["liger"] is True
+
+
+def test_the_gpu_benchmark_with_joined_layers(monkeypatch, tmp_path):
+    gpu_benchmark, run_here = imported(monkeypatch, "gpu_benchmark")
+    model = gpu_benchmark.random_model("tiny", 64, "cpu", "float32")
+    tokens, clean = torch.tensor([[5, 9, 30]]), causal_layout(torch.arange(3)[None])
+    expected = model.forward(tokens, clean)
+    count = model.num_parameters
+    gpu_benchmark.with_joined_layers(model.network)
+    torch.testing.assert_close(model.forward(tokens, clean), expected)
+    layers = [type(one).__name__ for one in model.network.get_decoder().layers.modules()]
+    assert layers.count("PackedPart") == 2 * 5, "of q, k, v, gate and up"
+    assert sum(one.numel() for one in set(model.network.parameters())) == count, "none twice"
+    path = tmp_path / "record.json"
+    few = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--joined"]
+    few += ["--part", "kernels", "--queries", "1", "--cached", "8", "--copy-bytes", "64"]
+    run_here(*few, "--repeats", "1", "--out", path)
+    record = json.loads(path.read_text())
+    assert record["joined"] is True
+    [products] = [one for one in record["kernels"] if one["kernel"].endswith("mm")]
+    assert products["calls"] == 2 * 4 + 1
 
 
 def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):

@@ -1,0 +1,99 @@
+"""Kernels of one layer for every layer like it, torch.compile itself left out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from setblock import kernels, load
+from setblock.cache import CACHE, PrefixCache
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Any]:
+    """What torch.compile was asked to compile; it runs as it is."""
+    asked: list[Any] = []
+
+    def compile(run: Any, **options: Any) -> Any:
+        asked.append(run)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return asked
+
+
+def forward(network: Any) -> torch.Tensor:
+    cache = PrefixCache(len(network.get_decoder().layers), 1, 8)
+    cache.slots.longest, cache.slots.end = 0, 3
+    cache.memory.room = 8
+    ids = torch.tensor([[5, 6, 7]])
+    return network(input_ids=ids, position_ids=ids - 5, **{CACHE: cache}).logits
+
+
+def test_layers_that_differ_get_kernels_of_their_own(checkpoint, compiled):
+    network = load(checkpoint()).network
+    first, second = network.get_decoder().layers
+    assert kernels._structure(first) == kernels._structure(second)
+    narrow = torch.nn.Linear(*second.mlp.up_proj.weight.shape[::-1], bias=True)
+    second.mlp.up_proj = narrow
+    assert kernels._structure(first) != kernels._structure(second)
+    second.mlp.up_proj = type("Other", (torch.nn.Linear,), {})(
+        narrow.in_features, narrow.out_features, bias=False
+    )
+    assert kernels._structure(first) != kernels._structure(second)
+    kernels.layered(network, print)
+    assert len({id(run.__code__) for run in compiled}) == len(compiled) == 2
+
+
+def test_they_run_where_they_are_switched_on(checkpoint, compiled, monkeypatch):
+    network = load(checkpoint()).network
+    expected = forward(network)
+    seen: list[Any] = []
+    update = kernels._OwnLayer.update
+
+    def told(own: Any, *given: Any, **words: Any) -> Any:
+        seen.append(own.layer)
+        return update(own, *given, **words)
+
+    monkeypatch.setattr(kernels._OwnLayer, "update", told)
+    fails = [False]
+
+    def run(network: Any) -> torch.Tensor:
+        found = forward(network)
+        if fails[0]:
+            raise KeyError("of the network's")
+        return found
+
+    switched_on = kernels.layered(network, run)
+    assert len(compiled) == 1, "the layers are alike"
+    assert torch.equal(forward(network), expected)
+    assert not seen
+    assert torch.equal(switched_on(network), expected)
+    assert len(set(map(id, seen))) == len(seen) == 2, "each layer writes to its own"
+    fails[0] = True
+    with pytest.raises(KeyError):
+        switched_on(network)
+    assert torch.equal(forward(network), expected)
+    assert len(seen) == 4, "off again"
+
+
+def test_what_is_looked_at_again():
+    """All that a forward brings, and of a layer what numbers it computes with."""
+    value = SimpleNamespace
+    kept = {
+        "L['given'][0]": ("SHAPE_ENV", None),
+        "L['own'].layer.keys": ("TENSOR_MATCH", None),
+        "L['forward'].__self__.mlp.scale": ("CONSTANT_MATCH", 2.0),
+        "L['forward'].__self__.up_proj.gate.noisy": ("TENSOR_MATCH", torch.ones(1)),
+    }
+    left_out = {
+        "L['forward'].__self__.mlp": ("TYPE_MATCH", None),
+        "L['forward'].__self__.layer_idx": ("EQUALS_MATCH", 1),
+        "L['forward'].__self__.weight": ("TENSOR_MATCH", torch.nn.Parameter(torch.ones(1))),
+    }
+    guards = [
+        value(name=name, guard_type=kind, value=held)
+        for name, (kind, held) in (kept | left_out).items()
+    ]
+    assert kernels.looked_at_in_layers(guards) == [True] * len(kept) + [False] * len(left_out)
