@@ -190,6 +190,7 @@ def main(
     answer_batch_size: Annotated[int, typer.Option(help="Answered together.")] = 256,
     writers: Annotated[int, typer.Option(help="Processes that write answers.")] = 4,
     questions: Annotated[int, typer.Option(help="Of each task.")] = 300,
+    compile: Annotated[bool, typer.Option(help="Train in kernels of torch.compile's.")] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train the three side by side, and decode with them and the base."""
@@ -224,7 +225,7 @@ def main(
     common = ["--data", str(prompts), "--prompt-field", "prompt", "--answers", "model"]
     common += ["--answer-tokens", str(answer_tokens), "--max-length", str(LONGEST)]
     common += ["--logits-chunk-size", "4096", "--train-sampling-strategy", "group_by_length"]
-    common += ["--save-steps", "200"]
+    common += ["--save-steps", "200", *["--torch-compile", "yes"] * compile]
     for name in left:
         gated = name == "gated"
         words = ["--model", (gated and adapter) or base, *common, "--max-minutes", str(limit)]

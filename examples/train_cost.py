@@ -22,7 +22,7 @@ from datasets import Dataset
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import adapters, objective
+from setblock import adapters, kernels, objective
 from setblock.config import SBDConfig
 from setblock.loading import load
 from setblock.masks import WholeRows, flex_block_mask
@@ -38,11 +38,13 @@ METHODS = {  # name: (objective, method, idle blocks); the first is SFTTrainer i
     "sbd lora": ("sbd", "lora", "drop"),
     "sbd gated": ("sbd", "gated", "drop"),
 }
+COMPILED = " compiled"  # behind a name: in kernels that torch.compile makes
+ROWS = [*METHODS, *(name + COMPILED for name in ("sbd full", "sbd lora", "sbd gated"))]
 
 
 def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> dict[str, float]:
     """Median seconds of the steps after the first, and peak memory."""
-    objective, method, idle_blocks = METHODS[row]
+    objective, method, idle_blocks = METHODS[row.removesuffix(COMPILED)]
     model = load(model_name, dtype="float32", device="cpu")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocab_size, (steps + 1, length), generator=generator)
@@ -74,6 +76,8 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
         common |= dict(objective=objective, idle_blocks=idle_blocks)
         config = SBDConfig(**common, mask_token_id=model.mask_token_id)
         trainer = SBDTrainer(network, config, **data)
+    if row.endswith(COMPILED):
+        kernels.trained(network, "inductor")
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
     batches = iter(trainer.get_train_dataloader())
@@ -140,7 +144,7 @@ def main(
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for repeat in range(repeats):
         for length in map(int, lengths.split(",")):
-            for row in METHODS:
+            for row in ROWS:
                 own = ["--model", model, "--only", f"{row}:{length}", "--steps", str(steps)]
                 command = [sys.executable, __file__, *own, "--seed", str(seed + repeat)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)

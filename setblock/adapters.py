@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,7 +207,7 @@ def half(network: Any, noisy: bool) -> Iterator[None]:
     forwards: dict[Any, Any] = {}
     for module in network.modules():
         if isinstance(module, LoraLayer):
-            forwards[module] = partial(_added if noisy else _bare, module)
+            forwards[module] = MethodType(_added if noisy else _bare, module)
     forwards[embedding] = partial(_embedded, embedding) if noisy else unwrapped(embedding).forward
     forwards[head] = unwrapped(head).forward if noisy else lambda hidden: hidden
     before = {module: vars(module).get("forward") for module in forwards}

@@ -4,11 +4,13 @@ compiled()  on a CPU, of the whole network: to check layer by layer which kernel
             long as they save
 layered()   on a GPU, of one layer for every layer like it, in seconds where a whole network takes
             minutes; a graph that is replayed checks nothing
+trained()   likewise, for good and with gradients
 """
 
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -43,13 +45,8 @@ def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     Effects: the layers' `forward` is replaced, which does what it did outside of `run`; as
     `_compiled`.
     """
-    switch = _Switch()
-    kinds: dict[Any, Callable[..., Any]] = {}
-    for number, layer in enumerate(network.get_decoder().layers):
-        kind = _structure(layer)
-        if kind not in kinds:
-            kinds[kind] = _compiled(_of_layer, looked_at_in_layers)
-        layer.forward = partial(_either, switch, layer.forward, kinds[kind], number)
+    switch = _Switch(on=False)
+    _replace(network, switch, looked_at_in_layers)
 
     def switched_on(*given: Any) -> Any:
         switch.on = True
@@ -61,7 +58,22 @@ def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return switched_on
 
 
-def _compiled(function: Any, filter: Callable[..., list[bool]], *owner: Any) -> Callable[..., Any]:
+def trained(network: Any, backend: str, mode: str | None = None) -> None:
+    """From now on all forwards of the network's layers are compiled.
+
+    backend, mode: torch.compile's. A cache must have all of its layers.
+    Effects: as `layered`.
+    """
+    _replace(network, _Switch(on=True), all_but_numbers, backend, mode)
+
+
+def _compiled(
+    function: Any,
+    filter: Callable[..., list[bool]],
+    *owner: Any,
+    backend: str = "inductor",
+    mode: str | None = None,
+) -> Callable[..., Any]:
     """The function, or the method of this owner, in kernels of its own.
 
     Effects: torch.compile's limit of kinds, and what it does with floats, for the whole process.
@@ -76,7 +88,11 @@ def _compiled(function: Any, filter: Callable[..., list[bool]], *owner: Any) -> 
     own: Any = FunctionType(code, function.__globals__, closure=closure)
     if owner:
         own = MethodType(own, *owner)
-    return torch.compile(own, dynamic=True, options={"guard_filter_fn": filter})
+    # torch.compile takes a mode or options, and a mode is options.
+    options = torch._inductor.list_mode_options(mode) if mode else {}
+    return torch.compile(
+        own, dynamic=True, backend=backend, options={**options, "guard_filter_fn": filter}
+    )
 
 
 def looked_at_again(guards: Sequence[Any], layers: str = "self.network.") -> list[bool]:
@@ -94,10 +110,11 @@ def looked_at_again(guards: Sequence[Any], layers: str = "self.network.") -> lis
     ]
 
 
+@dataclass
 class _Switch:
-    """Whether the forward under way is compiled."""
+    """Whether forwards of layers are compiled."""
 
-    on = False
+    on: bool
 
 
 class _OwnLayer:
@@ -108,6 +125,22 @@ class _OwnLayer:
 
     def update(self, keys: Any, values: Any, number: int, *rest: Any, **more: Any) -> Any:
         return self.layer.update(keys, values)
+
+
+def _replace(
+    network: Any,
+    switch: _Switch,
+    filter: Callable[..., list[bool]],
+    backend: str = "inductor",
+    mode: str | None = None,
+) -> None:
+    """Effects: the layers' `forward` is compiled where that is switched on."""
+    kinds: dict[Any, Callable[..., Any]] = {}
+    for number, layer in enumerate(network.get_decoder().layers):
+        kind = _structure(layer)
+        if kind not in kinds:
+            kinds[kind] = _compiled(_of_layer, filter, backend=backend, mode=mode)
+        layer.forward = partial(_either, switch, layer.forward, kinds[kind], number)
 
 
 def _either(
@@ -121,20 +154,24 @@ def _either(
     """A layer's forward, compiled where that is switched on."""
     if not switch.on:
         return plain(*given, **words)
-    own = _OwnLayer(words.pop(CACHE).layers[number])  # by the number kernels would differ
-    return kernels(plain, own, given, words)
+    if words.get(CACHE) is not None:  # by the number kernels would differ
+        words[CACHE] = _OwnLayer(words[CACHE].layers[number])
+    return kernels(plain, given, words)
 
 
-def _of_layer(
-    forward: Callable[..., Any], own: _OwnLayer, given: tuple[Any, ...], words: dict[str, Any]
-) -> Any:
-    return forward(*given, **{CACHE: own}, **words)
+def _of_layer(forward: Callable[..., Any], given: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    return forward(*given, **words)
 
 
 def looked_at_in_layers(guards: Sequence[Any]) -> list[bool]:
     """As `looked_at_again`, of a layer's forward; its number has no part in what it computes."""
-    found = looked_at_again(guards, "L['forward']")
-    return [kept and "layer_idx" not in one.name for kept, one in zip(found, guards, strict=True)]
+    both = zip(looked_at_again(guards, "L['forward']"), all_but_numbers(guards), strict=True)
+    return [one and other for one, other in both]
+
+
+def all_but_numbers(guards: Sequence[Any]) -> list[bool]:
+    """All of torch.compile's conditions but for the numbers of layers."""
+    return ["layer_idx" not in one.name for one in guards]
 
 
 def _structure(layer: torch.nn.Module) -> Any:

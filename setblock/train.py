@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import is_peft_model
+from accelerate.utils import DynamoBackend, is_peft_model
 from datasets import Dataset, IterableDataset
 from jaxtyping import Float
 from torch import Tensor
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import objective
+from setblock import kernels, objective
 from setblock.adapters import chain_of, is_gated
 from setblock.batches import (
     Collator,
@@ -137,6 +137,14 @@ class SBDTrainer(SFTTrainer):
             formatting_func=formatting_func,
         )
         refuse_split_rows(self.accelerator.parallelism_config)
+        # Of a whole network kernels would be made anew in each step, for as many labels as it has,
+        # and accelerate's way to compile its layers alone does nothing in mixed precision.
+        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+        if args.torch_compile and self.model.config._attn_implementation == "flex_attention":
+            raise ValueError(
+                "torch_compile must be off with flex_attention, which has kernels of its own: with "
+                "its masks those of a layer would be made anew in each step"
+            )
         # trl puts the adapters of a quantised base into bfloat16, where small updates are lost, and
         # a resumed run would not.
         for weight in self.model.parameters():
@@ -170,6 +178,7 @@ class SBDTrainer(SFTTrainer):
             generation._from_model_config = False  # as in _adopt_mask_token
         if self.mask_token_id is not None:
             refuse_mask_token(self.train_dataset, self.mask_token_id)
+        self._layers_are_compiled = False
         self._last_means: dict[str, float] = {}
         # Of the steps so far, None if unknown; and of those since it was last brought up to date.
         self._loss_sum: float | None = 0.0
@@ -178,6 +187,14 @@ class SBDTrainer(SFTTrainer):
         self._totals = {
             mode: Totals(self.accelerator.device, args.max_block_size) for mode in ("train", "eval")
         }
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """trl's own; with torch_compile in kernels of one layer for all layers like it."""
+        if self.args.torch_compile and not self._layers_are_compiled:
+            backend, mode = str(self.args.torch_compile_backend), self.args.torch_compile_mode
+            kernels.trained(self.model, backend, mode)
+            self._layers_are_compiled = True
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from transformers import DynamicCache
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from setblock.adapters import chain_of, half, has_halves, is_gated, peft_offsets
 from setblock.architectures import attention_mask
@@ -110,7 +111,8 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
     # Told where a row's noisy tokens begin, peft does not search for them, row by row. Nowhere in
     # the clean half; under half() no layer asks.
     nowhere = {"alora_offsets": [0] * len(view.tokens)}
-    cache = DynamicCache()  # without a config: no layer drops what our masks still need
+    # Without a config: no layer drops what our masks still need.
+    cache = Cache(layers=[DynamicLayer() for _ in range(network.config.num_hidden_layers)])
     with torch.no_grad(), half(network, noisy=False) if halves else nullcontext():
         wrapped(
             input_ids=view.tokens[:, :first],

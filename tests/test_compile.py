@@ -201,6 +201,45 @@ def test_additions_of_a_gated_adapter_are_the_same():
     assert done.stdout.split() == ["same"] * 6
 
 
+TRAIN = """
+import json, sys
+from pathlib import Path
+from setblock.cli import main
+folder, rows, method, backend, out = json.load(sys.stdin)
+words = ["--data", rows, "--max-steps", "3", "--logging-steps", "1", "--learning-rate", "1e-3",
+    "--per-device-train-batch-size", "2", "--method", method, "--bf16", "no", "--seed", "3"]
+losses = []
+for how in (["no"], ["yes", "--torch-compile-backend", backend]):
+    sys.argv = ["setblock", "train", "--model", folder, *words, "--torch-compile", *how,
+        "--output-dir", out + how[0]]
+    main()
+    lines = map(json.loads, Path(out + how[0], "log.jsonl").read_text().splitlines())
+    losses.append([line["loss"] for line in lines if "loss" in line])
+from torch._dynamo.utils import counters
+print(json.dumps([*losses, counters["stats"]["unique_graphs"], len(counters["graph_break"])]))
+"""
+
+
+# aot_eager makes the same graphs, and no kernels of them, which takes a while.
+@pytest.mark.parametrize(
+    ("method", "backend", "kinds"),
+    [("full", "aot_eager", 1), ("lora", "aot_eager", 1), ("gated", "inductor", 2)],
+)
+def test_training_is_the_same(checkpoint, tmp_path, method, backend, kinds):
+    """In kernels of one layer for both, made once; a gated adapter has two halves."""
+    rows = tmp_path / "rows.jsonl"
+    texts = ("a b c d e f", "g h i", "a c e g i k m o", "b d f h")
+    rows.write_text("".join(json.dumps({"prompt": "a b", "completion": t}) + "\n" for t in texts))
+    folder = checkpoint("llama", mask_token="<mask>")
+    told = json.dumps([str(folder), str(rows), method, backend, str(tmp_path / "out")])
+    done = subprocess.run([sys.executable, "-c", TRAIN], input=told, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain, compiled, *counts = json.loads(done.stdout.splitlines()[-1])
+    assert len(plain) == 3
+    assert compiled == pytest.approx(plain, rel=1e-4)
+    assert counts == [kinds, 0]
+
+
 def test_without_a_compiler(checkpoint, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "none-such")

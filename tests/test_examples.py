@@ -237,7 +237,8 @@ def test_train_cost(checkpoint, tmp_path, row):
     assert (mask["row"], mask["length"]) == ("BlockMask", 8)
     assert mask["seconds"] > 0
     assert mask["cached_seconds"] > 0
-    names = "trl full, ntp full, sbd full, sbd full kept, sbd lora, sbd gated"
+    names = "trl full, ntp full, sbd full, sbd full kept, sbd lora, sbd gated, sbd full compiled, "
+    names += "sbd lora compiled, sbd gated compiled"
     assert ", ".join(line["row"] for line in lines) == names
     for line in lines:
         assert line["ratio"] == pytest.approx(line["step_s"] / lines[0]["step_s"])
@@ -533,6 +534,10 @@ def test_the_adapter_of_a_gpu_may_be_one_that_is_there(monkeypatch, tmp_path) ->
     assert "no time is left to train gated, sbd: the same goes on" in told
     run_here(*words, "--adapter", "mine", "--minutes", 9)
     assert set(started) == {"gated", "sbd"}
+    assert not any("--torch-compile" in own for own in started.values())
+    run_here(*words, "--adapter", "mine", "--minutes", 9, "--compile")
+    told = [own[own.index("--torch-compile") + 1] for own in started.values()]
+    assert told == ["yes", "yes"]
 
 
 def test_commands_that_run_together_end_gently_when_interrupted(monkeypatch, tmp_path) -> None:

@@ -78,6 +78,17 @@ def test_they_run_where_they_are_switched_on(checkpoint, compiled, monkeypatch):
     assert len(seen) == 4, "off again"
 
 
+def test_a_mode_is_options(checkpoint, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda run, **options: told.append(options))
+    network = load(checkpoint()).network
+    kernels.trained(network, "inductor", "max-autotune-no-cudagraphs")
+    kernels.trained(network, "aot_eager")
+    assert [one["backend"] for one in told] == ["inductor", "aot_eager"]
+    assert told[0]["options"]["max_autotune"]
+    assert set(told[1]["options"]) == {"guard_filter_fn"}
+
+
 def test_what_is_looked_at_again():
     """All that a forward brings, and of a layer what numbers it computes with."""
     value = SimpleNamespace

@@ -196,6 +196,14 @@ def test_block_masks_give_the_losses_of_dense_masks(tmp_path, monkeypatch, packi
     assert found[0]["eval_matp_loss"] > 1
 
 
+def test_kernels_of_flex_attention_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which torch_compile sets, for good
+    net = network()
+    net.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="torch_compile must be off with flex_attention"):
+        trainer(tmp_path, net=net, torch_compile=True)
+
+
 def test_evaluation_repeats_itself(tmp_path):
     parts = {"seen": Dataset.from_list(samples(4)), "unseen": Dataset.from_list(samples(6)[4:])}
     run = trainer(tmp_path, eval_dataset=parts)
