@@ -139,7 +139,8 @@ class SBDTrainer(SFTTrainer):
         refuse_split_rows(self.accelerator.parallelism_config)
         # Of a whole network kernels would be made anew in each step, for as many labels as it has,
         # and accelerate's way to compile its layers alone does nothing in mixed precision.
-        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+        dynamo: Any = self.accelerator.state.dynamo_plugin
+        dynamo.backend = DynamoBackend.NO
         if args.torch_compile and self.model.config._attn_implementation == "flex_attention":
             raise ValueError(
                 "torch_compile must be off with flex_attention, which has kernels of its own: with "
