@@ -10,7 +10,6 @@ trained()   likewise, for good and with gradients
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -45,26 +44,26 @@ def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     Effects: the layers' `forward` is replaced, which does what it did outside of `run`; as
     `_compiled`.
     """
-    switch = _Switch(on=False)
-    _replace(network, switch, looked_at_in_layers)
+    inside = [False]
+    _replace(network, lambda layer: inside[0], looked_at_in_layers)
 
     def switched_on(*given: Any) -> Any:
-        switch.on = True
+        inside[0] = True
         try:
             return run(*given)
         finally:
-            switch.on = False
+            inside[0] = False
 
     return switched_on
 
 
 def trained(network: Any, backend: str, mode: str | None = None) -> None:
-    """From now on all forwards of the network's layers are compiled.
+    """From now on forwards of the network's layers are compiled while it is in training mode.
 
     backend, mode: torch.compile's. A cache must have all of its layers.
     Effects: as `layered`.
     """
-    _replace(network, _Switch(on=True), all_but_numbers, backend, mode)
+    _replace(network, lambda layer: layer.training, all_but_numbers, backend, mode)
 
 
 def _compiled(
@@ -110,13 +109,6 @@ def looked_at_again(guards: Sequence[Any], layers: str = "self.network.") -> lis
     ]
 
 
-@dataclass
-class _Switch:
-    """Whether forwards of layers are compiled."""
-
-    on: bool
-
-
 class _OwnLayer:
     """One layer of a cache, as that layer's attention asks a cache for it, by a number."""
 
@@ -129,30 +121,31 @@ class _OwnLayer:
 
 def _replace(
     network: Any,
-    switch: _Switch,
+    is_on: Callable[[Any], bool],
     filter: Callable[..., list[bool]],
     backend: str = "inductor",
     mode: str | None = None,
 ) -> None:
-    """Effects: the layers' `forward` is compiled where that is switched on."""
+    """Effects: the layers' `forward` is compiled where that is on, asked for each of them."""
     kinds: dict[Any, Callable[..., Any]] = {}
     for number, layer in enumerate(network.get_decoder().layers):
         kind = _structure(layer)
         if kind not in kinds:
             kinds[kind] = _compiled(_of_layer, filter, backend=backend, mode=mode)
-        layer.forward = partial(_either, switch, layer.forward, kinds[kind], number)
+        on = partial(is_on, layer)
+        layer.forward = partial(_either, on, layer.forward, kinds[kind], number)
 
 
 def _either(
-    switch: _Switch,
+    on: Callable[[], bool],
     plain: Callable[..., Any],
     kernels: Callable[..., Any],
     number: int,
     *given: Any,
     **words: Any,
 ) -> Any:
-    """A layer's forward, compiled where that is switched on."""
-    if not switch.on:
+    """A layer's forward, compiled where that is on."""
+    if not on():
         return plain(*given, **words)
     if words.get(CACHE) is not None:  # by the number kernels would differ
         words[CACHE] = _OwnLayer(words[CACHE].layers[number])

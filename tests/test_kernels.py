@@ -78,6 +78,21 @@ def test_they_run_where_they_are_switched_on(checkpoint, compiled, monkeypatch):
     assert len(seen) == 4, "off again"
 
 
+def test_they_are_for_training(checkpoint, compiled, monkeypatch):
+    """Evaluation, and decoding on the way, are left alone."""
+    network = load(checkpoint()).network
+    expected = forward(network)
+    kernels.trained(network, "inductor")
+    seen: list[Any] = []
+    monkeypatch.setattr(kernels._OwnLayer, "update", lambda *given, **words: seen.append(given))
+    assert torch.equal(forward(network), expected)
+    assert not seen
+    network.train()
+    with pytest.raises(TypeError):  # of what the stand-in says
+        forward(network)
+    assert seen
+
+
 def test_a_mode_is_options(checkpoint, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda run, **options: told.append(options) or run)
