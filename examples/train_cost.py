@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,23 +77,23 @@ def measure(model_name: str, row: str, length: int, steps: int, seed: int) -> di
         common |= dict(objective=objective, idle_blocks=idle_blocks)
         config = SBDConfig(**common, mask_token_id=model.mask_token_id)
         trainer = SBDTrainer(network, config, **data)
-    if row.endswith(COMPILED):
-        kernels.trained(network, "inductor")
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
     batches = iter(trainer.get_train_dataloader())
     seconds = []
     network.train()
-    for step in range(steps + 1):
-        trainer.state.global_step = step
-        begin = time.perf_counter()
-        [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = trainer.compute_loss(network, batch, num_items_in_batch=count)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
+    compiled = row.endswith(COMPILED)
+    with kernels.training(network, "inductor") if compiled else nullcontext():
+        for step in range(steps + 1):
+            trainer.state.global_step = step
+            begin = time.perf_counter()
+            [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = trainer.compute_loss(network, batch, num_items_in_batch=count)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - begin)
     peak = peak_bytes(torch.device("cpu"))
     return {"step_s": statistics.median(seconds[1:]), "peak_bytes": peak or 0}
 

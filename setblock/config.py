@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import no_type_check
 
+import torch
+
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
@@ -147,6 +149,12 @@ class SBDConfig(SFTConfig):
             )
         if not self.first_slot_loss and self.min_block_size < 2:
             raise ValueError("first_slot_loss no needs min_block_size of at least 2, got 1")
+        modes = torch._inductor.list_mode_options()
+        if self.torch_compile_mode not in (None, *modes):
+            raise ValueError(
+                f"torch_compile_mode must be one of {', '.join(modes)}, got "
+                f"{self.torch_compile_mode!r}"
+            )
         if not (math.isfinite(self.matp_weight) and self.matp_weight > 0):
             raise ValueError(f"matp_weight must be a number above 0, got {self.matp_weight}")
         if self.end_fill is not None and self.end_fill < 0:

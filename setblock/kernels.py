@@ -2,22 +2,23 @@
 
 compiled()  on a CPU, of the whole network: to check layer by layer which kernels suit takes it as
             long as they save
-layered()   on a GPU, of one layer for every layer like it, in seconds where a whole network takes
-            minutes; a graph that is replayed checks nothing
-trained()   likewise, for good and with gradients
+layered()   on a GPU, of one layer for every layer like it, which is made sooner; a graph that is
+            replayed checks nothing
+training()  likewise, with gradients
 """
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from transformers import Cache
 
-from setblock.cache import CACHE
-from setblock.checkpoint import any_of
+from setblock.checkpoint import ModelError, any_of
 
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 
@@ -42,7 +43,7 @@ def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, within which forwards of the network's layers behind a cache are compiled.
 
     Effects: the layers' `forward` is replaced, which does what it did outside of `run`; as
-    `_compiled`.
+    `_compiled`. Raises: ModelError for a network without a list of layers.
     """
     inside = [False]
     _replace(network, lambda layer: inside[0], looked_at_in_layers)
@@ -57,13 +58,22 @@ def layered(network: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return switched_on
 
 
-def trained(network: Any, backend: str, mode: str | None = None) -> None:
-    """From now on forwards of the network's layers are compiled while it is in training mode.
+@contextmanager
+def training(network: Any, backend: str, mode: str | None = None) -> Iterator[None]:
+    """Within, forwards of the network's layers are compiled while it is in training mode.
 
     backend, mode: torch.compile's. A cache must have all of its layers.
-    Effects: as `layered`.
+    Effects and errors: as `layered`, of which nothing is left at the end.
     """
+    before = {layer: vars(layer).get("forward") for layer in _layers(network)}
     _replace(network, lambda layer: layer.training, all_but_numbers, backend, mode)
+    try:
+        yield
+    finally:
+        for layer, forward in before.items():
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def _compiled(
@@ -119,6 +129,15 @@ class _OwnLayer:
         return self.layer.update(keys, values)
 
 
+def _layers(network: Any) -> Any:
+    """The list of the network's layers, in their order. Raises: ModelError."""
+    count = network.config.num_hidden_layers
+    for module in network.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f"{network.config.model_type} has no list of {count} layers to compile")
+
+
 def _replace(
     network: Any,
     is_on: Callable[[Any], bool],
@@ -128,12 +147,13 @@ def _replace(
 ) -> None:
     """Effects: the layers' `forward` is compiled where that is on, asked for each of them."""
     kinds: dict[Any, Callable[..., Any]] = {}
-    for number, layer in enumerate(network.get_decoder().layers):
-        kind = _structure(layer)
+    for number, layer in enumerate(_layers(network)):
+        kind, plain = _structure(layer), layer.forward
+        if isinstance(plain, partial) and plain.func is _either:  # replaced before
+            plain = plain.args[1]
         if kind not in kinds:
             kinds[kind] = _compiled(_of_layer, filter, backend=backend, mode=mode)
-        on = partial(is_on, layer)
-        layer.forward = partial(_either, on, layer.forward, kinds[kind], number)
+        layer.forward = partial(_either, partial(is_on, layer), plain, kinds[kind], number)
 
 
 def _either(
@@ -147,9 +167,12 @@ def _either(
     """A layer's forward, compiled where that is on."""
     if not on():
         return plain(*given, **words)
-    if words.get(CACHE) is not None:  # by the number kernels would differ
-        words[CACHE] = _OwnLayer(words[CACHE].layers[number])
-    return kernels(plain, given, words)
+
+    def own(one: Any) -> Any:
+        # Whatever a network calls it: by the layer's number kernels would differ.
+        return _OwnLayer(one.layers[number]) if isinstance(one, Cache) else one
+
+    return kernels(plain, tuple(map(own, given)), {name: own(one) for name, one in words.items()})
 
 
 def _of_layer(forward: Callable[..., Any], given: tuple[Any, ...], words: dict[str, Any]) -> Any:
@@ -169,6 +192,14 @@ def all_but_numbers(guards: Sequence[Any]) -> list[bool]:
 
 def _structure(layer: torch.nn.Module) -> Any:
     """What two layers must share, besides what is looked at again, for kernels to suit both."""
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    modules = tuple(
+        (
+            name,
+            type(module),
+            *map(id, module._forward_hooks.values()),
+            *map(id, module._forward_pre_hooks.values()),
+        )
+        for name, module in layer.named_modules()
+    )
     weights = tuple((name, one.shape, one.dtype) for name, one in layer.named_parameters())
     return modules, weights

@@ -143,8 +143,15 @@ class SBDTrainer(SFTTrainer):
         dynamo.backend = DynamoBackend.NO
         if args.torch_compile and self.model.config._attn_implementation == "flex_attention":
             raise ValueError(
-                "torch_compile must be off with flex_attention, which has kernels of its own: with "
+                "torch_compile must be no with flex_attention, which has kernels of its own: with "
                 "its masks those of a layer would be made anew in each step"
+            )
+        recomputing = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
+        if args.torch_compile and is_gated(self.model) and (args.self_distill or recomputing):
+            raise ValueError(
+                "torch_compile must be no with a gated adapter and self_distill above 0 or "
+                "gradient_checkpointing: peft looks for noisy tokens in each layer then, which is "
+                "no part of a kernel"
             )
         # trl puts the adapters of a quantised base into bfloat16, where small updates are lost, and
         # a resumed run would not.
@@ -179,7 +186,6 @@ class SBDTrainer(SFTTrainer):
             generation._from_model_config = False  # as in _adopt_mask_token
         if self.mask_token_id is not None:
             refuse_mask_token(self.train_dataset, self.mask_token_id)
-        self._layers_are_compiled = False
         self._last_means: dict[str, float] = {}
         # Of the steps so far, None if unknown; and of those since it was last brought up to date.
         self._loss_sum: float | None = 0.0
@@ -191,11 +197,11 @@ class SBDTrainer(SFTTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """trl's own; with torch_compile in kernels of one layer for all layers like it."""
-        if self.args.torch_compile and not self._layers_are_compiled:
-            backend, mode = str(self.args.torch_compile_backend), self.args.torch_compile_mode
-            kernels.trained(self.model, backend, mode)
-            self._layers_are_compiled = True
-        return super().train(*args, **kwargs)
+        if not self.args.torch_compile:
+            return super().train(*args, **kwargs)
+        backend, mode = str(self.args.torch_compile_backend), self.args.torch_compile_mode
+        with kernels.training(self.model, backend, mode):
+            return super().train(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

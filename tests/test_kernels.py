@@ -1,13 +1,16 @@
 """Kernels of one layer for every layer like it, torch.compile itself left out."""
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from setblock import kernels, load
 from setblock.cache import CACHE, PrefixCache
+from setblock.checkpoint import ModelError
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def compiled(monkeypatch) -> list[Any]:
 
 
 def forward(network: Any) -> torch.Tensor:
-    cache = PrefixCache(len(network.get_decoder().layers), 1, 8)
+    cache = PrefixCache(network.config.num_hidden_layers, 1, 8)
     cache.slots.longest, cache.slots.end = 0, 3
     cache.memory.room = 8
     ids = torch.tensor([[5, 6, 7]])
@@ -78,27 +81,89 @@ def test_they_run_where_they_are_switched_on(checkpoint, compiled, monkeypatch):
     assert len(seen) == 4, "off again"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoXConfig(num_hidden_layers=3, hidden_size=32, num_attention_heads=4),
+        transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4),
+        transformers.FalconConfig(num_hidden_layers=3, hidden_size=32, num_attention_heads=4),
+    ],
+    ids=["gpt_neox", "gpt2", "falcon"],
+)
+def test_whatever_a_network_calls_its_cache_and_layers(compiled, monkeypatch, config):
+    network = transformers.AutoModelForCausalLM.from_config(config).eval()
+    expected = forward(network)
+    seen: list[Any] = []
+    update = kernels._OwnLayer.update
+
+    def told(own: Any, *given: Any, **words: Any) -> Any:
+        seen.append(own.layer.number)
+        return update(own, *given, **words)
+
+    monkeypatch.setattr(kernels._OwnLayer, "update", told)
+    assert torch.equal(kernels.layered(network, forward)(network), expected)
+    assert seen == [0, 1, 2]
+
+
 def test_they_are_for_training(checkpoint, compiled, monkeypatch):
     """Evaluation, and decoding on the way, are left alone."""
     network = load(checkpoint()).network
     expected = forward(network)
-    kernels.trained(network, "inductor")
     seen: list[Any] = []
-    monkeypatch.setattr(kernels._OwnLayer, "update", lambda *given, **words: seen.append(given))
-    assert torch.equal(forward(network), expected)
-    assert not seen
-    network.train()
-    with pytest.raises(TypeError):  # of what the stand-in says
-        forward(network)
-    assert seen
+    update = kernels._OwnLayer.update
+
+    def told(own: Any, *given: Any, **words: Any) -> Any:
+        seen.append(own.layer)
+        return update(own, *given, **words)
+
+    monkeypatch.setattr(kernels._OwnLayer, "update", told)
+    with kernels.training(network, "inductor"):
+        assert torch.equal(forward(network), expected)
+        assert not seen
+        network.train()
+        assert torch.equal(forward(network), expected)
+        assert len(seen) == 2
+    forward(network)
+    assert len(seen) == 2, "nothing of it is left"
+    pickle.dumps(network)
+
+
+def test_what_is_replaced_anew_is_not_replaced_twice(checkpoint, compiled):
+    network = load(checkpoint()).network
+    expected = forward(network)
+    first = kernels.layered(network, forward)
+    with kernels.training(network.train(), "inductor"):
+        assert torch.equal(forward(network), expected)
+        second = kernels.layered(network, forward)
+        assert torch.equal(second(network), expected)
+    assert torch.equal(first(network), expected)
+    assert torch.equal(kernels.layered(network, forward)(network), expected)
+
+
+def test_a_layer_with_a_hook_has_kernels_of_its_own(checkpoint, compiled):
+    network = load(checkpoint()).network
+    for put in ("register_forward_hook", "register_forward_pre_hook"):
+        layers = network.get_decoder().layers
+        hook = getattr(layers[1].mlp, put)(lambda *given: None)
+        assert kernels._structure(layers[0]) != kernels._structure(layers[1])
+        hook.remove()
+        assert kernels._structure(layers[0]) == kernels._structure(layers[1])
+
+
+def test_a_network_without_a_list_of_layers(checkpoint):
+    network = load(checkpoint()).network
+    network.config.num_hidden_layers = 5
+    with pytest.raises(ModelError, match="llama has no list of 5 layers to compile"):
+        kernels.layered(network, print)
 
 
 def test_a_mode_is_options(checkpoint, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda run, **options: told.append(options) or run)
     network = load(checkpoint()).network
-    kernels.trained(network, "inductor", "max-autotune-no-cudagraphs")
-    kernels.trained(network, "aot_eager")
+    for words in (("inductor", "max-autotune-no-cudagraphs"), ("aot_eager",)):
+        with kernels.training(network, *words):
+            pass
     assert [one["backend"] for one in told] == ["inductor", "aot_eager"]
     assert told[0]["options"]["max_autotune"]
     assert set(told[1]["options"]) == {"guard_filter_fn"}

@@ -7,14 +7,25 @@ import jaxtyping
 import pytest
 import torch
 from datasets import Dataset
-from trainers import SHAPES, SIZES, config, logged, network, samples, steps, trainer, weights
+from trainers import (
+    RECOMPUTING,
+    SHAPES,
+    SIZES,
+    config,
+    logged,
+    network,
+    samples,
+    steps,
+    trainer,
+    weights,
+)
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
-from setblock import loading, objective
+from setblock import adapters, loading, objective
 from setblock.batches import Collator
 from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, PADDING, visible
@@ -200,8 +211,24 @@ def test_kernels_of_flex_attention_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which torch_compile sets, for good
     net = network()
     net.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="torch_compile must be off with flex_attention"):
+    with pytest.raises(ValueError, match="torch_compile must be no with flex_attention"):
         trainer(tmp_path, net=net, torch_compile=True)
+
+
+# peft asks for it on every wrap.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("setting", [{"self_distill": 0.5}, {RECOMPUTING: True}])
+def test_a_gated_adapter_whose_layers_search_is_not_compiled(tmp_path, monkeypatch, setting):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    net: Any = adapters.attach(network(), "base", "gated", 3, 4, 8)
+    with pytest.raises(ValueError, match="torch_compile must be no with a gated adapter and self"):
+        trainer(tmp_path, net=net, torch_compile=True, **setting)
+
+
+def test_a_mode_of_torch_compile_that_there_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    with pytest.raises(ValueError, match=r"torch_compile_mode must be one of default, .*'fast'"):
+        config(tmp_path, torch_compile_mode="fast")
 
 
 def test_evaluation_repeats_itself(tmp_path):

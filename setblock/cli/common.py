@@ -223,8 +223,8 @@ CompileOption = Annotated[
     typer.Option(
         "--compile",
         help="kernels: decode in kernels that torch.compile makes at the first forwards, which "
-        "takes a minute or more, and less the next time. graphs: replay forwards of torch's own "
-        "kernels as CUDA graphs; nothing to wait for. on: kernels, on a GPU as graphs.",
+        "takes a minute or more on a CPU, and less the next time. graphs: replay forwards of "
+        "torch's own kernels as CUDA graphs; nothing to wait for. on: kernels, on a GPU as graphs.",
         rich_help_panel=MACHINE,
     ),
 ]
