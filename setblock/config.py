@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import no_type_check
 
 import torch
+from accelerate.utils import DynamoBackend
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
@@ -149,6 +150,12 @@ class SBDConfig(SFTConfig):
             )
         if not self.first_slot_loss and self.min_block_size < 2:
             raise ValueError("first_slot_loss no needs min_block_size of at least 2, got 1")
+        backends = [one.value.lower() for one in DynamoBackend if one is not DynamoBackend.NO]
+        if self.torch_compile_backend not in (None, *backends):
+            raise ValueError(
+                f"torch_compile_backend must be one of {', '.join(backends)}, got "
+                f"{self.torch_compile_backend!r}"
+            )
         modes = torch._inductor.list_mode_options()
         if self.torch_compile_mode not in (None, *modes):
             raise ValueError(

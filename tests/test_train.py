@@ -225,8 +225,10 @@ def test_a_gated_adapter_whose_layers_search_is_not_compiled(tmp_path, monkeypat
         trainer(tmp_path, net=net, torch_compile=True, **setting)
 
 
-def test_a_mode_of_torch_compile_that_there_is_not(tmp_path, monkeypatch):
+def test_what_torch_compile_has_not(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    with pytest.raises(ValueError, match=r"torch_compile_backend must be one of eager, .*'fast'"):
+        config(tmp_path, torch_compile_backend="fast")
     with pytest.raises(ValueError, match=r"torch_compile_mode must be one of default, .*'fast'"):
         config(tmp_path, torch_compile_mode="fast")
 
