@@ -7,8 +7,11 @@ layered()   on a GPU, of one layer for every layer like it, which is made sooner
 training()  likewise, with gradients
 """
 
+import ast
+import inspect
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -202,4 +205,28 @@ def _structure(layer: torch.nn.Module) -> Any:
         for name, module in layer.named_modules()
     )
     weights = tuple((name, one.shape, one.dtype) for name, one in layer.named_parameters())
-    return modules, weights
+    numbered = [one for one in layer.modules() if "layer_idx" in vars(one)]
+    numbers = [one.layer_idx for one in numbered if _computes_with_its_number(type(one))]
+    return modules, weights, tuple(numbers)
+
+
+def _computes_with_its_number(kind: type) -> bool:
+    """Whether such a layer does more with its number than to ask a cache for its part."""
+    for one in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
+        try:
+            source = inspect.getsource(one)
+        except (OSError, TypeError):  # of a class that was made of another, which follows
+            continue
+        [tree] = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(tree, ast.ClassDef)
+        methods = [part for part in tree.body if getattr(part, "name", None) != "__init__"]
+        parts = [part for method in methods for part in ast.walk(method)]
+        asking = [
+            part
+            for part in parts
+            if isinstance(part, ast.Call) and getattr(part.func, "attr", None) == "update"
+        ]
+        asked = {id(part) for call in asking for part in ast.walk(call)}
+        if any(getattr(one, "attr", None) == "layer_idx" and id(one) not in asked for one in parts):
+            return True
+    return False

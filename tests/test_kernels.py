@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from setblock import kernels, load
 from setblock.cache import CACHE, PrefixCache
@@ -138,6 +142,37 @@ def test_a_layer_with_a_hook_has_kernels_of_its_own(checkpoint, compiled):
         assert kernels._structure(layers[0]) != kernels._structure(layers[1])
         hook.remove()
         assert kernels._structure(layers[0]) == kernels._structure(layers[1])
+
+
+class Told(torch.nn.Module):
+    """A layer that tells a cache its number."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.scale = 1 / (self.layer_idx + 1)
+
+    def forward(self, hidden: Any, cache: Any) -> Any:
+        return cache.update(
+            hidden,
+            hidden,
+            self.layer_idx,
+        )
+
+
+class Used(Told):
+    def forward(self, hidden: Any, cache: Any) -> Any:
+        return super().forward(hidden / (self.layer_idx + 1), cache)
+
+
+def test_a_layer_that_computes_with_its_number_has_kernels_of_its_own():
+    kinds = {kind: [kernels._structure(kind(number)) for number in (0, 1)] for kind in (Told, Used)}
+    assert kinds[Told][0] == kinds[Told][1]
+    assert kinds[Used][0] != kinds[Used][1]
+    made = type("Made", (Used,), {})  # as a library that shards makes them
+    assert kernels._structure(made(0)) != kernels._structure(made(1))
+    for kind in (LlamaAttention, Qwen3Attention, Gemma3Attention, GPTNeoXAttention):
+        assert not kernels._computes_with_its_number(kind)
 
 
 def test_a_network_without_a_list_of_layers(checkpoint):
