@@ -142,7 +142,6 @@ def test_flex_attention_visits_the_tiles_that_it_needs():
         ("llama", None, False, False),
         ("qwen3-window", False, False, False),
         ("llama", None, True, False),
-        ("llama", False, False, True),
         ("gemma3", False, False, True),
         ("llama", False, True, True),
     ],
