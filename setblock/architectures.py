@@ -1,6 +1,7 @@
 """Which networks can run under our masks, and the mask that each takes.
 
 check_architecture()  refuses the others, before any weights are read
+context_of()          how long a text may be for its tokens to have one meaning
 attention_mask()      the visibility rule in the form that a network's attention takes
 decoding_mask()       the same, of queries behind a cache
 """
@@ -9,7 +10,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PretrainedConfig,
+)
 
 from setblock import attention
 from setblock.cache import CACHE, PrefixCache
@@ -20,6 +25,8 @@ BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_blo
 
 # Classes whose forward takes one mask per layer type; the tests run each of them.
 TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
+
+LOOKING = ("dynamic", "longrope")  # types of rotary embeddings
 
 # Settings that change attention in ways which a boolean mask given to SDPA can't express.
 REFUSED_SETTINGS = (
@@ -34,6 +41,8 @@ def check_architecture(config: PretrainedConfig) -> None:
     needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
     if config.is_encoder_decoder:
         problem = "is an encoder-decoder"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        problem = "is an encoder: its is_decoder is false"
     elif config.get_text_config() is not config:
         problem = "is multimodal"
     elif network is None:
@@ -52,6 +61,34 @@ def check_architecture(config: PretrainedConfig) -> None:
     raise ModelError(
         f"{config.model_type} {problem}; a decoder-only causal language model is needed"
     )
+
+
+def ropes_of(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings, of each layer type where these differ."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [one for one in rotary.values() if isinstance(one, dict)]
+    return by_layer_type or [rotary]
+
+
+def looks_at_positions(config: PretrainedConfig) -> set[str]:
+    """Types of its rotary embeddings that depend on a forward's largest position."""
+    return {
+        rotary["rope_type"] for rotary in ropes_of(config) if rotary.get("rope_type") in LOOKING
+    }
+
+
+def context_of(config: PretrainedConfig) -> int:
+    """Tokens of a text at most.
+
+    Of type longrope the embeddings of all positions change once a forward reaches beyond the
+    length of the first training. Keys that are cached would be of one kind and later ones of
+    another, and a row's tokens depend on the rows beside it; so texts end at that length.
+    """
+    context = config.max_position_embeddings
+    for rotary in ropes_of(config):
+        if rotary.get("rope_type") == "longrope":
+            context = min(context, rotary["original_max_position_embeddings"])
+    return context
 
 
 def attention_mask(

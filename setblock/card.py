@@ -44,7 +44,7 @@ CARD = """---
 {what}
 
 ```
-setblock generate {name} {chat}--prompt "..."
+setblock generate {name} {chat}--prompt "..."  # {name}: this folder's path, or its name on the hub
 ```
 
 {use}
@@ -116,7 +116,7 @@ def with_choice(text: str, choice: str | None, speed: float, where: str) -> str:
     """
     told = CHOSEN_NTP if choice is None else CHOSEN
     told = told.format(choice=choice, speed=speed, where=where)
-    before, cue, rest = text.partition('--prompt "..."\n```\n\n')
+    before, cue, rest = text.partition("\n```\n\n")
     _, heading, after = rest.partition("\n\n## Set block decoding")
     if not heading:
         return f"{text}\n{told}\n"

@@ -265,12 +265,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> tuple[str, ...]:
-    names = {renamed.get(name, name) for name in row} if isinstance(row, dict) else set()
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row must be an object, got {type(row).__name__}")
+    names = {renamed.get(name, name) for name in row}
     for columns in formats:
         if names >= set(columns):
             return columns
     wanted = " or ".join(" and ".join(columns) for columns in formats)
-    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    found = ", ".join(row)
     if formats == PROMPTS:
         hint = " (--prompt-field names another column)"
     elif "prompt" in names:
@@ -328,7 +330,9 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
                         "nothing else"
                     )
         elif not isinstance(value, str) or name == "messages":
-            raise ValueError(f"{where}: {name} must be text, got {type(value).__name__}")
+            kinds = {"messages": "a list of messages", "text": "text"}
+            kind = kinds.get(name, "text, or a list of messages")
+            raise ValueError(f"{where}: {name} must be {kind}, got {type(value).__name__}")
         if SURROGATE.search(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{where}: {name} holds half of a surrogate pair, which is no text")
         if not value and (name != "prompt" or isinstance(value, list)):

@@ -136,7 +136,8 @@ def describe(cost: dict[str, Any]) -> str:
         line += f"; about {cost['tokens_per_second']:,.0f} tokens a second"
     if cost["seconds"] is not None:
         left = f"the last {cost['steps'] - cost['steps_done']:,} of " if cost["steps_done"] else ""
-        line += f", {left}{cost['steps']:,} steps in about {_words(cost['seconds'])}"
+        steps = f"{cost['steps']:,} step{'s' * (cost['steps'] != 1)}"
+        line += f", {left}{steps} in about {_words(cost['seconds'])}"
     return line
 
 

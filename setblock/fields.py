@@ -21,6 +21,8 @@ TAKEN = {
     "return_token_ids": "true or false",
     "max_tokens": "an integer",
     "max_completion_tokens": "an integer",
+    "user": "a text",  # whose request it is, which changes no answer
+    "metadata": "an object",  # likewise
 }
 KINDS: dict[str, tuple[type, ...]] = {
     "a number": (int, float),

@@ -1,6 +1,7 @@
 """Files that a kill or a full disk leaves whole, and lines of JSON that outlast a stop."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,17 @@ def write_whole(path: Path, text: str) -> None:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # what was asked for
+
+
+def share(folder: Path) -> None:
+    """Effects: weights in this folder may be read by whoever may read other new files.
+
+    safetensors leaves them to their owner alone, so that a server of another user would not start.
+    """
+    if hasattr(os, "getuid"):  # not on Windows
+        os.umask(mask := os.umask(0))
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o666 & ~mask)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, Any]]:

@@ -18,6 +18,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
+from setblock.files import share
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
 from setblock.prompts import Sampling, write_prompts
@@ -138,7 +139,7 @@ def finetune(
         if checkpoint is not None:
             write_lines(log, lines)
     if checkpoint is not None and state is not None and finished:
-        say(f"nothing left to train: {checkpoint} is the last step's")
+        say(f"nothing left to train: {checkpoint} is the last step's, and is saved once more")
         _restore(trainer, checkpoint, state)
         total, steps = loss_sum(state), state.global_step
         loss = None if total is None else total / steps
@@ -150,6 +151,7 @@ def finetune(
         steps, loss = done.global_step, done.metrics.get("train_loss")
     trainer.save_model(str(run.output_dir))
     if trainer.is_world_process_zero():
+        share(run.output_dir)
         trainer.create_model_card()
     if config.push_to_hub and not signals.stopped:
         trainer.push_to_hub()
@@ -306,6 +308,7 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
         )
     network: Any = model.network
     network.to(DTYPES[dtype]).save_pretrained(output_dir)
+    share(output_dir)
     model.tokenizer.save_pretrained(output_dir)
     write_settings(output_dir, **model.settings)
 

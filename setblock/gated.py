@@ -29,6 +29,7 @@ from setblock.adapters import (
     with_chain,
     with_row,
 )
+from setblock.chain import NAME as CHAIN
 from setblock.masks import CLEAN, Layout
 from setblock.shared import Once, groups
 
@@ -221,6 +222,7 @@ def put_on(
     check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
+    _check_gate(adapted.peft_config[adapted.active_adapter])
     wrapper: Any = network.get_input_embeddings()
     rows = getattr(getattr(wrapper, "token_adapter", None), "token_indices", {})
     if [len(own) for own in rows.values()] != [1]:
@@ -249,6 +251,21 @@ def put_on(
     if (trained_chain := chain_of(network)) is not None:
         network.setblock_chain = trained_chain.to(network.dtype)
     return network
+
+
+def _check_gate(config: Any) -> None:
+    """Raises: ValueError for what would change the base on tokens that are no masks."""
+    more = [name for name in config.modules_to_save or [] if name != CHAIN]
+    for name, value, only in (
+        ("bias", config.bias, "none"),
+        ("modules_to_save", more, []),
+        ("layer_replication", config.layer_replication, None),
+    ):
+        if value != only:
+            raise ValueError(
+                "a gated adapter leaves its base as it is where no mask stands, which one with "
+                f"{name} {value!r} does not; only {only!r} is allowed"
+            )
 
 
 def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:

@@ -1,6 +1,7 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
 import copy
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from setblock.pieces import TextPieces
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
+
+log = logging.getLogger(__name__)
 
 ONE_SHOT = "entropy:inf"  # the solver that fills a block in one forward
 
@@ -66,7 +69,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     the arithmetic of `roofline.best_spending`, for `rows` rows decoded together, unless the
     checkpoint says it, as after `setblock tune`. A lookup that the checkpoint says without a block
     size is left out where copies do not pay. A model that was never trained for blocks has them
-    only where an option of theirs is given.
+    only where an option of theirs is given. Solver and block size may come with mode "ntp", which
+    uses neither, so that modes can be compared by the same options.
     Raises: ValueError naming the option, its value and what is allowed; TypeError for a name that
     is no option.
     """
@@ -78,6 +82,11 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     given = {**model.defaults, **typed}
     if "mode" not in typed and not model.chooses_mode and typed.keys() & BLOCKS:
         given["mode"] = "sbd"
+    if given["mode"] == "ntp" and "mode" not in typed and (idle := typed.keys() & BLOCKS):
+        raise ValueError(
+            f"{min(idle)} is for decoding in blocks, and {model.name} decodes in mode ntp unless "
+            f"another is asked for; got {typed[min(idle)]} and no mode"
+        )
     if given["mode"] == "verified" and given.get("draft", "branches") == "branches":
         if "solver" in typed:
             raise ValueError(
@@ -103,6 +112,22 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         **given,
     )
+
+
+def unfit(model: Model, mode: str) -> str | None:
+    """What to expect of a model in a mode that it is not made for; None where it is."""
+    if mode != "ntp" and not model.trained:
+        expect = "poor text" if mode == "sbd" else "no speed-up but from copies (lookup)"
+        return (
+            f"{model.name} was never trained for set block decoding; expect {expect} in mode "
+            f"{mode} (ntp is unaffected)"
+        )
+    if mode == "sbd" and model.gated:
+        return (
+            f"{model.name} is a gated adapter, made to draft: in mode sbd nothing corrects its "
+            "drafts; expect poor text"
+        )
+    return None
 
 
 def _spending(
@@ -248,6 +273,10 @@ def _stream(
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     size = max(min(batch_size or len(ids), len(ids)), 1)
     settings = settings_for(model, size, **options)
+    copies = settings.mode == "verified" and settings.lookup  # which need no training
+    if settings.mode not in model.told and not copies and (why := unfit(model, settings.mode)):
+        log.warning("%s", why)
+    model.told.add(settings.mode)
     for stop in settings.stop:
         if special := [token for token in model.special_tokens if token in stop]:
             raise ValueError(
@@ -324,7 +353,16 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
             f"prompt {row} holds a token id outside 0..{model.vocab_size - 1}, {other}"
         )
     if model.mask_token_id in prompt:
-        raise ValueError(f"prompt {row} holds the mask token {model.mask_token_id}")
+        raise ValueError(
+            f"prompt {row} holds the mask token {model.mask_token_id}, "
+            f"{model.tokenizer.convert_ids_to_tokens(model.mask_token_id)!r}, which stands for "
+            "what is yet to be generated: leave it out, or name another by mask_token_id"
+        )
+    if len(prompt) >= model.context_length:
+        raise ValueError(
+            f"prompt {row} has {len(prompt)} tokens and leaves no room for an answer in the "
+            f"model's context of {model.context_length} tokens{model.context_note}"
+        )
     if len(prompt) + settings.num_slots > model.context_length:
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
@@ -333,7 +371,7 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
         most = (model.context_length - len(prompt)) // step * step
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
-            f"it exceeds the model's context of {model.context_length} tokens"
+            f"it exceeds the model's context of {model.context_length} tokens{model.context_note}"
             + (f": at most {most} new ones fit behind it" if most > 0 else "")
         )
 

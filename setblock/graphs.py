@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from setblock import attention
+from setblock.architectures import looks_at_positions
 from setblock.cache import Memory, PrefixCache
 from setblock.checkpoint import ModelError
 from setblock.transfer import Host, joined, parted, to_device
@@ -28,8 +29,6 @@ GRAIN = attention.GRAIN
 # Of one memory. Further shapes run plainly: to record one takes as long as many forwards, and
 # leaving out others for it could go on for ever.
 MOST_GRAPHS = 64
-# Kinds of rotary embedding that look at the values of positions, which a graph can't.
-LOOKING = ("dynamic", "longrope")
 
 
 Results = tuple[Tensor, ...]
@@ -62,7 +61,7 @@ class Graphs:
         """Raises: ModelError for a network that can't be recorded."""
         if why := missing(network):
             alone = "; compile 'kernels' goes without them" if on_cuda(network) else ""
-            raise ModelError(f"graphs: {why}{alone}")
+            raise ModelError(f"compile 'graphs': {why}{alone}")
         self.network = network
         self._free: list[Recorded] = []
         self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
@@ -135,12 +134,9 @@ class Graphs:
 
 def missing(network: Any) -> str | None:
     """Why forwards of this network can't be recorded; None if they can."""
-    rotary = getattr(network.config, "rope_parameters", None) or {}
-    kinds = [rotary, *(one for one in rotary.values() if isinstance(one, dict))]
-    looking = {one.get("rope_type") for one in kinds} & set(LOOKING)
     if not on_cuda(network):
-        return f"they are CUDA's, and the model is on {network.device}"
-    if looking:
+        return f"these are CUDA's, and the model is on {network.device}"
+    if looking := looks_at_positions(network.config):  # which a graph can't
         return f"rotary embeddings of type {', '.join(sorted(looking))} look at each position"
     if network.config._attn_implementation == "flex_attention":
         return "a BlockMask is made anew in every forward; use sdpa"

@@ -383,7 +383,8 @@ def _unpack(file: Path, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         if not (folder / "config.json").is_file():  # else another process was quicker
             raise ModelError(
-                f"can't write {folder}, some 270 MB: {one_line(error)}; delete what is there"
+                f"can't write {folder}, some 270 MB: {one_line(error)}; delete what may be there, "
+                "or let XDG_CACHE_HOME name another folder than ~/.cache"
             ) from error
 
 

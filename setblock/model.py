@@ -27,7 +27,14 @@ from setblock import (
     packed,
     roofline,
 )
-from setblock.architectures import attention_mask, check_architecture, decoding_mask, windows_of
+from setblock.architectures import (
+    attention_mask,
+    check_architecture,
+    context_of,
+    decoding_mask,
+    looks_at_positions,
+    windows_of,
+)
 from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
 from setblock.conversations import prepared, refusal
@@ -79,7 +86,11 @@ class Model:
         self.vocab_size = len(mask_token.rows_of(network.get_input_embeddings()))
         # Any id that the embedding holds will do where there is no padding token.
         self.pad_token_id = min((i for i in pad if 0 <= i < self.vocab_size), default=0)
-        self.context_length: int = network.config.max_position_embeddings
+        self.context_length = context_of(network.config)
+        self.context_note = ""  # why it is shorter than the configuration says
+        if self.context_length < network.config.max_position_embeddings:
+            self.context_note = ", beyond which its longrope embeddings would change"
+        self._looking = bool(looks_at_positions(network.config))
         # What decode() leaves out: more than those that the tokenizer has a name for.
         added = {i: one.content for i, one in tokenizer.added_tokens_decoder.items() if one.special}
         self.special_token_ids = frozenset([*tokenizer.all_special_ids, *added])
@@ -102,6 +113,7 @@ class Model:
         # What joins a draft's tokens, beside a gated adapter that load() put on.
         chain = adapters.chain_of(network)
         self.chain = chain if getattr(network, "setblock_gate", None) is not None else None
+        self.told: set[str] = set()  # modes whose fitness was spoken of
         self.packed = False  # whether pack() was called
         self._compiled: Any = None  # `_run` in kernels, once compile() made them
         self._graphs: Graphs | None = None  # likewise, on CUDA
@@ -226,6 +238,8 @@ class Model:
         run: `_run`, or the same compiled. whole: logits of all tokens are wanted, not of some.
         """
         queries = Layout(position, horizon, block, document)
+        if self._looking:  # at what only pads the rows of a batch as well
+            position = position.clamp(max=self.context_length - 1)
         if cache is None:
             mask = attention_mask(self.network, queries, queries, self._windows)
         else:

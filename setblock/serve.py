@@ -159,8 +159,9 @@ class Answers:
         raise NotImplementedError
 
     def _build_generation_config(self, body: dict[str, Any], *_: Any, **__: Any) -> Asked:
-        options: Any = {"block_size": self.model_manager.block_size}
-        options |= {name: body[name] for name in OPTIONS if name in body}
+        options: Any = {name: body[name] for name in OPTIONS if name in body}
+        if options.get("mode", self.model_manager.model.defaults["mode"]) != "ntp":
+            options.setdefault("block_size", self.model_manager.block_size)
         if options.get("temperature"):
             options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
         limit = body.get("max_completion_tokens", body.get("max_tokens"))

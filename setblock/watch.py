@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback
 
+from setblock.decode import MODES
 from setblock.generation import generate
 from setblock.model import Model
 
@@ -142,6 +143,7 @@ class DecodeProbe(TrainerCallback):
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.rows, self.every, self.options = model, rows, every, options
+        model.told.update(MODES)  # that it is not trained yet goes without saying
         self.say = say
         self.results: list[dict[str, Any]] = []
         self.stopped: Callable[[], bool] = lambda: False  # whether the run was told to stop

@@ -78,6 +78,7 @@ class TableModel(Model):
         assert self.vocab_size <= 3 + len(LETTERS)
         self.chooses_mode = True
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
+        self.told, self.context_note = set(), ""
         self.base = None
         self.mask_token_id, self.mask_token_source = MASK, "given explicitly"
         self.gated = self.packed = False

@@ -32,7 +32,7 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt-ids", "-1"], "holds a token id outside 0.."),
         (["--prompt-ids", "1", "--chat"], "token ids are used as they are"),
         (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids exclude each other"),
-        (["--prompt", "a" * 300], "exceeds the model's context of 256 tokens"),
+        (["--prompt", "a" * 300], "leaves no room for an answer in the model's context of 256"),
         (["--prompt", "a\udcff"], "the prompt is not UTF-8: byte 0xff behind 1 char"),
         (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--prompt-file", "/"], "Is a directory"),
@@ -57,11 +57,11 @@ SHORT = ["--max-new-tokens", "8"]
         (["-5 + 3?"], "No such option: -5; what begins with a dash and is no option goes last, a"),
         (
             ["--prompt", "a", "--mode", "ntp", "--solver", "fixed:2"],
-            "--solver has no say in mode n",
+            "--solver is for modes sbd and verified, got fixed:2 in mode ntp",
         ),
         (
             ["--prompt", "a", "--mode", "ntp", "--block-size", "4"],
-            "--block-size has no say in mode",
+            "--block-size is for modes sbd and verified, got 4 in mode ntp",
         ),
         (["--prompt", "a", "--fallback", "inf"], "fallback must be a finite entropy of at least 0"),
         (

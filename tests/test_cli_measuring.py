@@ -98,6 +98,10 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
         (["--shots", "1", "--shots-data", data], "holds the very rows of --data"),
         (["--held-out"], "--held-out is for the nano tasks"),
         (["--split", "test"], "a file is one split"),
+        (
+            ["--mode", "ntp", "--block-size", "4"],
+            "--block-size is for modes sbd and verified, got 4 in mode ntp",
+        ),
     ):
         assert message in run("evaluate", trained, *words, *wrong).error
     assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error
@@ -599,7 +603,10 @@ def test_vllm_is_missed(run, trained, monkeypatch):
             "--lookup is for mode verified, and the modes are sbd",
         ),
         (["--lookup", "-1"], "lookup must be an integer of at least 0, got -1"),
-        (["--mode", "ntp", "--block-size", "4"], "--block-size has no say in mode ntp, got 4"),
+        (
+            ["--mode", "ntp", "--block-size", "4"],
+            "--block-size is for modes sbd and verified, got 4 in mode ntp",
+        ),
     ],
 )
 def test_wrong_words_of_benchmark(run, trained, words, message):

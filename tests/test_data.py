@@ -108,7 +108,7 @@ def test_columns_of_other_names(tmp_path):
         ("", "holds no rows"),
         ('{"text": "a"}\n{"text": ', r":2: not JSON"),
         ('{"text": "a"}\n\n{"question": "a"}\n', r":3: a row needs prompt and completion or mess"),
-        ("[1]\n", r":1: a row needs .* this one has list"),
+        ("[1]\n", r":1: a row must be an object, got list"),
         ('{"text": ""}\n', r":1: text is empty"),
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
         ('{"text": "a"}\n{"text": "\\ud800 x"}\n', r":2: text holds half of a surrogate pair"),
@@ -117,7 +117,7 @@ def test_columns_of_other_names(tmp_path):
             ":1: messages holds half of a su",
         ),
         ('{"text": 3}\n', r":1: text must be text, got int"),
-        ('{"messages": "hi"}\n', r":1: messages must be text, got str"),
+        ('{"messages": "hi"}\n', r":1: messages must be a list of messages, got str"),
         (
             '{"prompt": [], "completion": [{"role": "assistant", "content": "b"}]}',
             ":1: prompt is e",

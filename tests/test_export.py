@@ -1,5 +1,6 @@
 """An exported checkpoint in stock transformers: by blocks with our code, token by token without."""
 
+import os
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def new(network, ids, **options: Any) -> list[list[int]]:
 
 def ours(exported, **options: Any) -> list[list[int]]:
     return [list(one.token_ids) for one in generate(load(exported), PROMPTS, **options)]
+
+
+def test_the_files_may_be_read_by_others(exported):
+    os.umask(mask := os.umask(0))
+    modes = {
+        file.name: file.stat().st_mode & 0o777 for file in exported.iterdir() if file.is_file()
+    }
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o666 & ~mask}
 
 
 def test_settings_are_those_of_the_model(exported, checkpoint):

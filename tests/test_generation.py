@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import KINDS, make_tokenizer
 from fakes import BOS, EOS, LETTERS, MASK, TableModel, saying
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AddedToken
+from transformers import AddedToken, AutoModelForCausalLM
 
 from setblock import generation
 from setblock.checkpoint import ModelError
@@ -264,6 +265,63 @@ def test_a_last_block_that_sticks_out_of_the_context():
     assert generate(model, [[3] * 31], mode="ntp", block_size=4, **run)[0].num_tokens == 9
 
 
+def test_a_model_in_a_mode_that_it_is_not_made_for_says_so_once(checkpoint, caplog):
+    run: dict[str, Any] = {"max_new_tokens": 4, "block_size": 4}
+    for mode, expect in (("sbd", "poor text"), ("verified", "no speed-up but from copies")):
+        model = load(checkpoint("llama"))
+        for _ in range(2):
+            generate(model, "a", mode=mode, **run)
+        [said] = caplog.messages
+        assert said.startswith(f"{model.name} was never trained for set block decoding; expect")
+        assert expect in said
+        caplog.clear()
+    silent: list[dict[str, Any]] = [{"mode": "ntp"}, {"mode": "verified", "lookup": 4}]
+    for options in silent:
+        generate(load(checkpoint("llama")), "a", **options, **run)
+        generate(load(checkpoint("llama", settings={"trained": True})), "a", **options, **run)
+    generate(load(checkpoint("llama", settings={"trained": True})), "a", mode="sbd", **run)
+    assert not caplog.messages
+
+
+def longrope(original: int) -> Model:
+    """A Llama whose embeddings are longrope's, of a context of 256 and another first one."""
+    factors = {"short_factor": [1.0, 1.2, 1.3, 1.5], "long_factor": [1.0, 3.0, 5.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, **factors}
+    rope["original_max_position_embeddings"] = original
+    config = type(KINDS["llama"]).from_dict(KINDS["llama"].to_dict())
+    heads = config.hidden_size // 8
+    config.update({"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 8})
+    config.update({"vocab_size": 264, "rope_parameters": rope, "initializer_range": 0.3})
+    torch.manual_seed(0)
+    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return Model(network, make_tokenizer(), "longrope")
+
+
+def test_embeddings_that_change_with_the_length_end_texts_where_they_would():
+    """Else keys would be of two kinds, and a row's tokens depend on how long its neighbours are."""
+    model = longrope(original=32)
+    assert (model.context_length, model.network.config.max_position_embeddings) == (32, 256)
+    few: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 24}
+    with pytest.raises(ValueError, match="context of 32 tokens, beyond which its longrope embed"):
+        generate(model, [[3] * 26], **few)
+    with pytest.raises(ValueError, match=r"no room .* of 32 tokens, beyond which its longrope"):
+        generate(model, [[3] * 33], **few)
+    # The short row's places are padded beyond the context while the long one's prompt is encoded.
+    prompts = [[3, 9, 8], [*range(3, 11)], [*range(3, 31)]]
+    few["max_new_tokens"] = 4
+    several = [answer.token_ids for answer in generate(model, prompts, mode="ntp", **few)]
+    drafted = generate(model, prompts, mode="verified", block_size=8, branches=8, seeds=1, **few)
+    assert [answer.token_ids for answer in drafted] == several
+    for prompt, ids in zip(prompts, several, strict=True):
+        assert generate(model, [prompt], mode="ntp", **few)[0].token_ids == ids
+    theirs = model.network.generate(
+        torch.tensor(prompts[2:]), attention_mask=torch.ones(1, 28, dtype=torch.long),
+        do_sample=False, max_new_tokens=4, min_new_tokens=4,
+        suppress_tokens=[model.mask_token_id], pad_token_id=0,
+    )  # fmt: skip
+    assert tuple(theirs[0, 28:].tolist()) == several[2]
+
+
 def test_chat(checkpoint):
     model = load(checkpoint("llama"))
     text = "<user>hi</s><model>"
@@ -323,7 +381,11 @@ def test_blocks_of_a_model_never_trained_for_them_only_if_asked_for(checkpoint):
         assert settings_for(model, **option).mode == "sbd"
         assert settings_for(model, mode="ntp", block_size=4).mode == "ntp"
     twin = load(checkpoint("llama", settings={"mode": "ntp"}))
-    assert settings_for(twin, block_size=4).mode == "ntp", "it says so itself"
+    with pytest.raises(
+        ValueError, match=r"block_size is for decoding in blocks, and .* mode ntp un"
+    ):
+        settings_for(twin, block_size=4)  # it says itself that it has none
+    assert settings_for(twin, mode="sbd", block_size=4).mode == "sbd"
     assert "mode" not in {name for name, value in model.settings.items() if value is not None}
     assert (twin.settings["mode"], model.settings["mode"]) == ("ntp", None)
 

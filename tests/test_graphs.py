@@ -114,7 +114,7 @@ def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path, chain_width):
     base = load(checkpoint())
     made = gated_adapter(base, tmp_path, chain_width)
     model = Model(made, base.tokenizer, mask_token_id=base.mask_token_id)
-    with pytest.raises(ModelError, match="graphs: peft's own layers can't be recorded"):
+    with pytest.raises(ModelError, match="'graphs': peft's own layers can't be recorded"):
         model.compile("graphs")
     plain, model = load(tmp_path), load(tmp_path, compile="graphs")
     for way in WAYS.values():
@@ -267,7 +267,9 @@ def test_kernels_alone(checkpoint, simulated_graphs, monkeypatch):
 
 
 def test_where_there_are_none(checkpoint, monkeypatch):
-    with pytest.raises(ModelError, match="graphs: they are CUDA's, and the model is on cpu"):
+    with pytest.raises(
+        ModelError, match="compile 'graphs': these are CUDA's, and the model is on cpu"
+    ):
         load(checkpoint(), compile="graphs", device="cpu")
     with pytest.raises(ModelError, match="compile must be off, on, kernels, graphs or a bool, got"):
         load(checkpoint(), compile="all")

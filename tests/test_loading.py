@@ -353,7 +353,11 @@ def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
         (transformers.BloomConfig(), "bloom .*"),
         (transformers.Gemma2Config(), "gemma2 sets attn_logit_softcapping"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional"),
-        (transformers.BertConfig(architectures=["BertForMaskedLM"]), "is here a BertForMaskedLM"),
+        (transformers.BertConfig(), "bert is an encoder: its is_decoder is false"),
+        (
+            transformers.BertConfig(is_decoder=True, architectures=["BertForMaskedLM"]),
+            "is here a BertForMaskedLM",
+        ),
         (transformers.Llama4TextConfig(), "llama4_text sets attention_chunk_size"),
         (transformers.Qwen3NextConfig(), "qwen3_next has no attention"),
         (

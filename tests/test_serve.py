@@ -132,7 +132,8 @@ def test_stop_texts_and_ends(client, nano, stream):
 
 
 def test_values_that_ask_for_nothing_are_taken(client):
-    extra = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": None}
+    extra = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me"}
+    extra |= {"metadata": {"run": "1"}, "top_p": None}
     extra |= {"response_format": {"type": "text"}, "logprobs": False}
     assert chat(client, "hi", **extra).choices
 

@@ -19,7 +19,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": -1}, "frequency_penalty is not"),
     ({"logit_bias": {"5": 1}}, "logit_bias is not"),
     ({"logprobs": 1}, "logprobs is not"),
-    ({"user": "me"}, "user is not supported"),
+    ({"user": 5}, "user must be a text, got 5"),
+    ({"metadata": "me"}, "metadata must be an object, got 'me'"),
+    ({"service_tier": "auto"}, "service_tier is not supported"),
     ({"foo": 1}, "foo is not supported"),
     ({"generation_config": "{}"}, "generation_config is not supported"),
     ({"stream": "yes"}, "stream must be true or false, got 'yes'"),
@@ -142,7 +144,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
         (
             "completions",
             {"prompt": "12345 " * 400, "max_tokens": 1},
-            "tokens; with max_tokens=1 (16 in whole blocks of 16) it exceeds the model's context",
+            "leaves no room for an answer in the model's context of 1024 tokens",
         ),
         (
             "completions",

@@ -147,15 +147,14 @@ def generate(
         "lenience": lenience,
     }
     settings = settings_for(model, **options)
-    given = {"solver": solver if not settings.uses_solver else None}
-    given |= {"block-size": block_size if settings.mode == "ntp" else None}
+    given = {"solver": solver, "block-size": block_size} if settings.mode == "ntp" else {}
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"--{name} has no say in mode {settings.mode}, got {value}")
-    ids = encode(model, [asked], chat=chat)
-    reveals = stream(model, ids, **options)  # checks the prompt before the first forward
+            raise ValueError(f"--{name} is for modes sbd and verified, got {value} in mode ntp")
     if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
         warn_unfit(model, settings.mode)  # copies alone need no training
+    ids = encode(model, [asked], chat=chat)
+    reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if mode is None and settings.mode == "ntp" and not model.trained:
         err.print(
             f"{model.name} was never trained for set block decoding: token by token (setblock "

@@ -173,7 +173,9 @@ def benchmark(
         if values and one not in modes:
             raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
     if block_size and set(modes) == {Mode.ntp}:
-        raise ValueError(f"--block-size has no say in mode ntp, got {block_size[0]}")
+        raise ValueError(
+            f"--block-size is for modes sbd and verified, got {block_size[0]} in mode ntp"
+        )
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"mode": mode, "transformers": transformers}

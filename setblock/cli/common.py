@@ -160,9 +160,9 @@ SeedsOption = Annotated[
     ),
 ]
 LOOKUP_HELP = (
-    "Tokens at most of a draft that is copied from earlier in the text, "
-    "from behind the place where its last tokens stood before, if that promises more than the "
-    "model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
+    "Tokens at most of a draft that is copied from the text itself: where its last tokens occurred "
+    "before, what followed them there is likely to follow again. Copied if that promises more than "
+    "the model's own draft. Needs no training; with --block-size 1 there are no other drafts. "
     "Default: the checkpoint's, where it pays for so many rows at once, else 0, never."
 )
 LookupOption = Annotated[int | None, typer.Option(help=LOOKUP_HELP, rich_help_panel=VERIFIED)]
@@ -282,19 +282,11 @@ def quiet_libraries() -> None:
 
 def warn_unfit(model: "Model", mode: str) -> None:
     """One line on stderr for a model that is not made for this mode."""
-    if mode != "ntp" and not model.trained:
-        err.print(
-            f"warning: {model.name} was never trained for set block decoding; expect "
-            + ("poor text" if mode == "sbd" else "no speed-up but from copies (--lookup)")
-            + f" (mode ntp is unaffected; mask token: {model.mask_token_source})",
-            style="yellow",
-        )
-    elif mode == "sbd" and model.gated:
-        err.print(
-            f"warning: {model.name} is a gated adapter, made to draft: in mode sbd nothing "
-            "corrects its drafts; expect poor text",
-            style="yellow",
-        )
+    from setblock.generation import unfit
+
+    if why := unfit(model, mode):
+        err.print(f"warning: {why}", style="yellow", markup=False)
+    model.told.add(mode)
 
 
 def warm_up(model: "Model", options: dict[str, Any]) -> None:

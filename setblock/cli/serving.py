@@ -52,10 +52,12 @@ def export(
     # As it is stored, where nothing is said.
     model = load_model(model_name, dtype or "auto", "cpu", mask_token_id, pack=Switch.off)
     write(model, output_dir)
+    kind = str(model.dtype).removeprefix("torch.")
     if as_json:
-        print_json({"model": model_name, "output_dir": str(output_dir), **model.defaults})
+        told = {"model": model_name, "output_dir": str(output_dir), "dtype": kind}
+        print_json({**told, **model.defaults})
         return
-    out.print(f"{model_name} is now in {output_dir}, for stock transformers")
+    out.print(f"{model_name} is now in {output_dir}, in {kind}, for stock transformers")
     if not model.chooses_mode:
         err.print(
             "it was never trained for blocks, so that it decodes token by token; "
@@ -190,7 +192,7 @@ def serve(
         model.defaults["mode"] = chosen.mode
         if compile is not Compile.off:
             with err.status(Text(f"making kernels of {model_name}")):
-                warm_up(model, {"block_size": block_size})
+                warm_up(model, {} if chosen.mode == "ntp" else {"block_size": block_size})
         application = build(model, model_name, block_size)
         listening.listen()
         place = f"[{host}]" if ":" in host else host

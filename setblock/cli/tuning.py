@@ -254,7 +254,8 @@ def search(
         record["rounds"].append(done)
         journal.save()
         kept = sum(one["kept"] for one in done["settings"])
-        err.print(f"{done['items']} items, {len(done['settings'])} settings: {kept} go on")
+        items = f"{done['items']} item{'s' * (done['items'] != 1)}"
+        err.print(f"{items}, {len(done['settings'])} settings: {kept} go on")
 
     count = 0
 
