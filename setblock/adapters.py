@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from setblock import chain
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 METHODS = ("full", "lora", "qlora", "gated")
+# Layers that peft takes for parts of experts in any mixture of them.
+EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def attach(
@@ -61,7 +63,7 @@ def attach(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules="all-linear",
+        target_modules=_layers_beside_experts(network) if gated else "all-linear",
         trainable_token_indices=tokens,
         alora_invocation_tokens=[mask_token_id] if gated else None,
         modules_to_save=with_chain(network, chain_width),
@@ -69,6 +71,25 @@ def attach(
     adapted: Any = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
     return _to_train(adapted)
+
+
+def _layers_beside_experts(network: PreTrainedModel) -> str | list[str]:
+    """The linear layers that a gate can part masks from others in, as peft takes them.
+
+    All of them, but in a mixture of experts: these are parameters in one piece, for which peft has
+    no such adapters, and by their names it takes dense layers for experts as well.
+    """
+    if not any(
+        "experts" in name and weight.ndim == 3 for name, weight in network.named_parameters()
+    ):
+        return "all-linear"
+    head = network.get_output_embeddings()
+    layers = {
+        name.split(".")[-1]
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(layers - EXPERTS)
 
 
 def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int = 0) -> "PeftModel":

@@ -177,6 +177,10 @@ class SBDConfig(SFTConfig):
                 "packing_strategy must be 'bfd', which keeps documents whole, got "
                 f"{self.packing_strategy!r}"
             )
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate must be at least 0, got {self.learning_rate}")
+        if self.router_aux_loss_coef is None:  # to trl what a mixture of experts says itself
+            self.router_aux_loss_coef = 0.0
         # Fields of SFTConfig whose other values this trainer's loss or collator would ignore.
         for name, allowed in (
             ("truncation_mode", "keep_start"),
@@ -184,6 +188,7 @@ class SBDConfig(SFTConfig):
             ("loss_type", "nll"),
             ("label_smoothing_factor", 0.0),
             ("average_tokens_across_devices", True),
+            ("router_aux_loss_coef", 0.0),
         ):
             if getattr(self, name) != allowed:
                 raise ValueError(f"{name} must be {allowed!r}, got {getattr(self, name)!r}")

@@ -160,11 +160,6 @@ class SBDTrainer(SFTTrainer):
                 weight.data = weight.data.float()
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
-        if self.aux_loss_enabled:
-            raise ValueError(
-                "the auxiliary loss of a mixture of experts is not supported: set "
-                "router_aux_loss_coef=0.0"
-            )
         check_head(self.model.config)
         self.gated = is_gated(self.model)
         if self.gated and args.objective == "ntp":

@@ -1,6 +1,7 @@
 """Gated adapters: noisy tokens alone feel them, in training and in decoding."""
 
 import copy
+import math
 import sys
 import warnings
 from typing import Any
@@ -13,10 +14,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from trainers import MASK, SIZES, config, network, samples, tokenizer
 from trainers import trainer as plain_trainer
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MixtralConfig,
+)
 
 from setblock import adapters, gated, objective
 from setblock.checkpoint import ModelError
+from setblock.generation import generate
 from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout
 from setblock.train import SBDTrainer
@@ -354,6 +362,11 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     other = get_peft_model(load(base).network, LoKrConfig(**words()))
     rowless = get_peft_model(load(base).network, LoraConfig(**words(alora_invocation_tokens=[4])))
     lora = get_peft_model(load(base).network, LoraConfig(**words()))
+    wide = [{"bias": "lora_only"}, {"modules_to_save": ["input_layernorm"]}]
+    biased, saving = (
+        get_peft_model(load(base).network, LoraConfig(**words(alora_invocation_tokens=[4], **one)))
+        for one in wide
+    )
     lacking, empty = saved("lacking", lora), saved("empty", lora)
     weights = load_file(f"{lacking}/adapter_model.safetensors")
     some = {name: weight for name, weight in weights.items() if "layers.1" not in name}
@@ -362,11 +375,55 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     for name, message in (
         (saved("other", other), "an adapter of peft's type LOKR, where only LORA can be put on"),
         (saved("rowless", rowless), "a gated adapter must have trained one row of the input"),
+        (saved("biased", biased), "gated .* with bias 'lora_only' does not; only 'none' is allow"),
+        (saved("saving", saving), r"gated .* with modules_to_save \['input_layernorm'\] does not"),
         (lacking, r"the adapter lacks weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
         (empty, "the adapter's folder has no adapter_model.safetensors"),
     ):
         with pytest.raises(ModelError, match=message):
             load(name)
+
+
+def test_a_mixture_of_experts_has_its_gate_beside_the_experts(checkpoint, tmp_path):
+    folder = checkpoint("mixtral")
+    made = gated_adapter(load(folder), tmp_path / "gated")
+    layers = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(made.peft_config["default"].target_modules) == layers
+    model = load(tmp_path / "gated")
+    assert model.gated
+    few: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = generate(load(folder), prompts, mode="ntp", **few)
+    drafted = generate(model, prompts, mode="verified", block_size=4, branches=2, **few)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in expected]
+
+
+LATENT: dict[str, Any] = {  # DeepSeek's attention, and experts beside dense layers of their names
+    **{**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}, "first_k_dense_replace": 1,
+    "n_routed_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "network_config",
+    [MixtralConfig(**SIZES, num_local_experts=2), DeepseekV3Config(**LATENT)],
+    ids=lambda value: value.model_type,
+)
+def test_a_mixture_of_experts_trains_a_gate(tmp_path, network_config):
+    torch.manual_seed(0)
+    experts = AutoModelForCausalLM.from_config(network_config)
+    before = {name: one.clone() for name, one in experts.named_parameters() if ".mlp." in name}
+    net: Any = adapters.attach(experts, "base", "gated", MASK, rank=4, alpha=8)
+    run = plain_trainer(tmp_path, net=net, learning_rate=0.5)
+    assert math.isfinite(run.train().training_loss)
+    learned = {name for name, one in net.named_parameters() if one.requires_grad}
+    assert any(one.abs().max() > 0 for name, one in net.named_parameters() if "lora_B" in name)
+    assert all("lora" in name or "trainable_tokens" in name for name in learned)
+    held = dict(net.named_parameters())
+    for name, weight in before.items():
+        assert torch.equal(held[f"base_model.model.{name}"], weight)
 
 
 def test_an_adapter_is_put_on_without_a_warning(checkpoint, tmp_path):
