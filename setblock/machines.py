@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from setblock.checkpoint import BUNDLED
-from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions
+from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions, Experts
 
 
 class Sheet(NamedTuple):
@@ -124,22 +124,45 @@ def _seconds(operation: Callable[[], Any], place: str) -> float:
 
 
 def _gated(
-    layers: int, hidden: int, wide: int, heads: int, groups: int, head: int, vocab: int
+    layers: int,
+    hidden: int,
+    wide: int,
+    heads: int,
+    groups: int,
+    head: int,
+    vocab: int,
+    experts: tuple[int, int, int] | None = None,
 ) -> Dimensions:
-    """A decoder with gated feed-forward layers and grouped heads."""
-    queries, keys = heads * head, groups * head
-    linears = (
-        *((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)),
-        *((hidden, wide), (hidden, wide), (wide, hidden)),
-    )
-    return Dimensions(layers, linears, queries, keys, (hidden, vocab))
+    """A decoder with gated feed-forward layers and grouped heads.
 
+    wide: of the feed-forward layer that every token goes through, 0 without one.
+    experts: (how many there are, how many of them a token goes through, how wide each is).
+    """
+    queries, keys = heads * head, groups * head
+    linears = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
+    linears += _feed_forward(hidden, wide) if wide else ()
+    mixture = None
+    if experts is not None:
+        count, active, each = experts
+        linears += ((hidden, count),)  # the router
+        mixture = Experts(count, active, _feed_forward(hidden, each))
+    return Dimensions(layers, linears, queries, keys, (hidden, vocab), mixture)
+
+
+def _feed_forward(hidden: int, wide: int) -> tuple[tuple[int, int], ...]:
+    return (hidden, wide), (hidden, wide), (wide, hidden)
+
+
+# Of a configuration with a mixture of experts: how many there are, and to how many a token goes.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 
 MODELS = {
     "llama-3.1-8b": _gated(32, 4096, 14336, 32, 8, 128, 128256),
     "llama-3.1-70b": _gated(80, 8192, 28672, 64, 8, 128, 128256),
     "qwen3-8b": _gated(36, 4096, 12288, 32, 8, 128, 151936),
     "qwen3-32b": _gated(64, 5120, 25600, 64, 8, 128, 151936),
+    "qwen3-30b-a3b": _gated(48, 2048, 0, 32, 4, 128, 151936, (128, 8, 768)),
     "smollm2-135m": _gated(30, 576, 1536, 9, 3, 64, 49152),
     "paper": PAPER,
 }
@@ -148,18 +171,33 @@ MODELS = {
 def dimensions_of(config: Any) -> Dimensions:
     """Those of a transformers configuration, its feed-forward layers taken to be gated.
 
-    A mixture of experts counts as if it had one: what its forwards cost depends on the tokens.
+    A mixture of experts is taken to be in every layer; one whose configuration does not say in
+    known words how many of them a token goes through counts as a single one.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = None
+    count, active = _first(config, EXPERTS), _first(config, ACTIVE)
+    if count > 1 and active:
+        each = _first(config, ("moe_intermediate_size",)) or wide
+        experts = (count, active, each)
+        wide = _first(config, ("shared_expert_intermediate_size",))
+        wide = wide or each * _first(config, ("n_shared_experts", "num_shared_experts"))
     return _gated(
         config.num_hidden_layers,
         hidden,
-        getattr(config, "intermediate_size", None) or 4 * hidden,
+        wide,
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or hidden // heads,
         config.vocab_size,
+        experts,
     )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these fields that the configuration has, 0 without any."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def find_model(name: str) -> Dimensions:
@@ -175,10 +213,10 @@ def find_model(name: str) -> Dimensions:
         if not place.is_dir() and name.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")
         config = AutoConfig.from_pretrained(place if place.is_dir() else name)
-        experts = ("num_local_experts", "num_experts", "n_routed_experts")
-        if any((getattr(config, field, None) or 0) > 1 for field in experts):
-            raise ValueError("the arithmetic has no place for a mixture of experts")
-        return dimensions_of(config)
+        found = dimensions_of(config)
+        if found.experts is None and _first(config, EXPERTS) > 1:
+            raise ValueError(f"a mixture of experts must have one of {', '.join(ACTIVE)}")
+        return found
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "

@@ -111,17 +111,22 @@ def _line(
     }
 
 
-def largest_batches(dimensions: Dimensions, device: Device, given: Assumptions) -> dict[str, int]:
-    """For modes "sbd" and "verified" the largest batch, by powers of two, that they still speed up.
+def paying_batches(
+    dimensions: Dimensions, device: Device, given: Assumptions
+) -> dict[str, tuple[int, int] | None]:
+    """For modes "sbd" and "verified" the smallest and largest batch, by powers of two, that they
+    speed up; None where they speed up none. LARGEST_BATCH may mean more.
 
-    0 where not even one row gains; LARGEST_BATCH may mean more.
+    The smallest is 1 but for mixtures of experts: few tokens go through few experts, so that each
+    further one brings weights of its own to be read.
     """
-    found = {"sbd": 0, "verified": 0}
+    found: dict[str, tuple[int, int] | None] = {"sbd": None, "verified": None}
     batch = 1
     while batch <= LARGEST_BATCH:
         for line in choices(dimensions, device, batch, given):
             if line["mode"] in found and line["speedup"] > 1:
-                found[line["mode"]] = batch
+                first, _ = found[line["mode"]] or (batch, batch)
+                found[line["mode"]] = first, batch
         batch *= 2
     return found
 

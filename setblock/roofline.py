@@ -44,10 +44,31 @@ PAPER_H100 = Device("h100-paper", 1978e12, 989e12, 3.35 * 1024**4)
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture in every block of the network.
+
+    active: of `count` experts, those that a token goes through.
+    linears: (inputs, outputs) of the linear layers of one expert.
+    """
+
+    count: int
+    active: int
+    linears: tuple[tuple[int, int], ...]
+
+    def met(self, tokens: float | int) -> float:
+        """How many of them so many tokens are expected to go through.
+
+        As if each token chose among all of them alike, independently of the others. Tokens of one
+        text choose more alike, which makes it the most to expect.
+        """
+        return self.count * (1 - (1 - self.active / self.count) ** tokens)
+
+
+@dataclass(frozen=True)
 class Dimensions:
     """What of a model costs time.
 
-    linears: (inputs, outputs) of the linear layers of one block of the network.
+    linears: (inputs, outputs) of the linear layers of one block of the network, without experts.
     output: (inputs, outputs) of the output layer, None to leave it out.
     attention: width of all query heads together; cache: of all key heads together.
     """
@@ -57,6 +78,7 @@ class Dimensions:
     attention: int
     cache: int
     output: tuple[int, int] | None = None
+    experts: Experts | None = None
 
 
 def _printed() -> Dimensions:
@@ -75,6 +97,9 @@ def forward_s(
     """Seconds of a forward of `queries` tokens in each of `batch` rows behind `cached` ones."""
     tokens = batch * queries
     block = sum(_linear_s(device, tokens, *shape) for shape in dimensions.linears)
+    if (experts := dimensions.experts) is not None:
+        met, through = experts.met(tokens), tokens * experts.active
+        block += sum(_linear_s(device, through, *shape, met) for shape in experts.linears)
     keys = batch * cached * dimensions.cache
     moved = 2 * tokens * dimensions.attention * device.bytes_per_value
     moved += 2 * keys * device.bytes_per_cached
@@ -97,9 +122,12 @@ def driven_s(
     return driving + forward_s(dimensions, device, queries, batch, cached)
 
 
-def _linear_s(device: Device, tokens: float | int, inputs: int, outputs: int) -> float:
+def _linear_s(
+    device: Device, tokens: float | int, inputs: int, outputs: int, weights: float | int = 1
+) -> float:
+    """weights: so many of that shape, among which the tokens are divided."""
     moved = (
-        inputs * outputs * device.bytes_per_weight
+        weights * inputs * outputs * device.bytes_per_weight
         + tokens * (inputs + outputs) * device.bytes_per_value
     )
     return device.seconds(moved, linear=2 * tokens * inputs * outputs)

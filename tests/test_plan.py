@@ -11,8 +11,8 @@ from setblock.plan import (
     Assumptions,
     beside_measured,
     choices,
-    largest_batches,
     measured_dispatch_s,
+    paying_batches,
     right_size,
 )
 from setblock.roofline import best_spending, forward_s, speedup
@@ -56,15 +56,28 @@ def test_dispatch_brings_the_speed_up_closer_to_the_tokens_per_forward():
 def test_the_largest_batch_is_where_the_gain_ends():
     """Behind a long cache there may be none: reading it is what a forward takes."""
     short = Assumptions(**{**vars(BARE), "cached": 16})
-    most = largest_batches(LLAMA, H100, short)
-    for mode, batch in most.items():
-        assert 1 <= batch < LARGEST_BATCH
+    for mode, pays in paying_batches(LLAMA, H100, short).items():
+        assert pays is not None
+        least, batch = pays
+        assert least == 1 <= batch < LARGEST_BATCH
         assert by_mode(choices(LLAMA, H100, batch, short))[mode]["speedup"] > 1
         assert by_mode(choices(LLAMA, H100, 2 * batch, short))[mode]["speedup"] <= 1
     useless = Assumptions(
         tokens_per_forward={16: 1.0}, acceptance=0.001, cached=1024, dispatch_s=0.0
     )
-    assert largest_batches(LLAMA, H100, useless) == {"sbd": 0, "verified": 0}
+    assert paying_batches(LLAMA, H100, useless) == {"sbd": None, "verified": None}
+
+
+def test_a_mixture_of_experts_gains_in_batches_alone():
+    """Alone, a block's tokens go through ten times as many experts as one token; in a batch most
+    are read in any case."""
+    mixture = MODELS["qwen3-30b-a3b"]
+    for mode, pays in paying_batches(mixture, H100, BARE).items():
+        assert pays is not None
+        least, most = pays
+        assert 1 < least < most
+        for batch, gains in ((least // 2, False), (least, True), (most, True)):
+            assert (by_mode(choices(mixture, H100, batch, BARE))[mode]["speedup"] > 1) == gains
 
 
 def test_right_sizing_ranks_models_and_modes():
@@ -141,7 +154,7 @@ def test_command(run, tmp_path):
         (8, "ntp"),
     ]
     assert {line["block_size"] for line in found["choices"] if line["mode"] == "sbd"} <= {8, 16}
-    assert found["largest_batches"].keys() == {"sbd", "verified"}
+    assert found["paying_batches"].keys() == {"sbd", "verified"}
     assert found["right_size"]
     assert found["forwards"][1]["predicted_ratio"] > 0
     text = run("plan", *WORDS, "--measured", record).out

@@ -1,5 +1,6 @@
 """The cost of a forward: the paper's printed tables, and what its true dimensions say."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from conftest import copied
 
 from setblock.machines import (
     DEVICES,
@@ -25,6 +27,7 @@ from setblock.roofline import (
     PAPER_H100,
     Device,
     Dimensions,
+    Experts,
     best_spending,
     copies_pay,
     expected_tokens,
@@ -183,8 +186,52 @@ def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
     assert find_model(str(folder)) == dimensions_of(transformers.AutoConfig.from_pretrained(folder))
     with pytest.raises(ValueError, match=r"no model 'nowhere': not one of llama-3\.1-8b, "):
         find_model("nowhere")
-    with pytest.raises(ValueError, match="no place for a mixture of experts"):
-        find_model(str(checkpoint("mixtral")))
+
+
+def test_a_mixture_of_experts_by_its_configuration(checkpoint, tmp_path) -> None:
+    found = find_model(str(checkpoint("mixtral")))
+    assert found.experts == Experts(4, 2, ((32, 48), (32, 48), (48, 32)))
+    assert found.linears[4:] == ((32, 4),), "the router alone: all feed-forward layers are experts"
+    shared = transformers.Qwen2MoeConfig(
+        hidden_size=32, num_attention_heads=4, moe_intermediate_size=8, num_experts=6,
+        num_experts_per_tok=3, shared_expert_intermediate_size=24,
+    )  # fmt: skip
+    found = dimensions_of(shared)
+    assert found.experts == Experts(6, 3, ((32, 8), (32, 8), (8, 32)))
+    assert found.linears[4:] == ((32, 24), (32, 24), (24, 32), (32, 6))
+    latent = transformers.DeepseekV3Config(
+        hidden_size=32, num_attention_heads=4, moe_intermediate_size=8, n_routed_experts=6,
+        num_experts_per_tok=3, n_shared_experts=2,
+    )  # fmt: skip
+    assert dimensions_of(latent).linears[4:] == ((32, 16), (32, 16), (16, 32), (32, 6))
+    changed = {"num_experts_per_tok": 0}
+    unsaid = copied(checkpoint("mixtral"), tmp_path / "unsaid", "config.json", **changed)
+    with pytest.raises(ValueError, match="a mixture of experts must have one of num_experts_per_t"):
+        find_model(str(unsaid))
+
+
+def test_how_many_experts_tokens_meet() -> None:
+    """Against every way in which so many tokens can choose."""
+    experts = Experts(count=4, active=2, linears=())
+    for tokens in (1, 2, 3):
+        pairs = list(itertools.combinations(range(experts.count), experts.active))
+        ways = list(itertools.product(pairs, repeat=tokens))
+        met = [len(set(itertools.chain(*way))) for way in ways]
+        assert experts.met(tokens) == pytest.approx(sum(met) / len(ways))
+
+
+def test_a_forward_reads_the_experts_that_its_tokens_meet() -> None:
+    """Bound by bytes, as few tokens on a GPU are, and with all experts met as one wide layer."""
+    one, wide = ((64, 32),), ((64, 32 * 8),)
+    slow = Device("slow", 1e30, 1e30, 1.0, bytes_per_value=0.0, bytes_per_cached=0.0)
+    mixture = Dimensions(1, (), 0, 0, experts=Experts(8, 2, one))
+    assert forward_s(mixture, slow, 1) == pytest.approx(2 * 64 * 32)
+    assert forward_s(mixture, slow, 2) == pytest.approx((2 + 2 * 6 / 8) * 64 * 32)
+    dense = Dimensions(1, wide, 0, 0)
+    assert forward_s(mixture, slow, 1000) == pytest.approx(forward_s(dense, slow, 1))
+    # Bound by flops, a token costs as many layers as it goes through.
+    quick = Device("quick", 1.0, 1.0, 1e30)
+    assert forward_s(mixture, quick, 5) == pytest.approx(5 * 2 * 2 * 64 * 32)
 
 
 @pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))

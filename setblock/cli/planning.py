@@ -219,7 +219,7 @@ def plan(
         found["choices"] = [
             line for rows in batches for line in planning.choices(dimensions, machine, rows, given)
         ]
-        found["largest_batches"] = planning.largest_batches(dimensions, machine, given)
+        found["paying_batches"] = planning.paying_batches(dimensions, machine, given)
         if latency is not None:
             found["right_size"] = planning.right_size(machine, batches[0], given, latency)
     if forwards:
@@ -242,12 +242,18 @@ def plan(
     title = f"{place}: the quickest first"
     out.print(_table(title, found["choices"], ("batch", *SETTING), assumed))
     out.print("the text of mode verified is that of ntp; that of sbd may be another")
-    for mode, most in found["largest_batches"].items():
-        pays = f"up to a batch of {most}" if most else "not even alone"
+    for mode, batches_of in found["paying_batches"].items():
+        if batches_of is None:
+            out.print(f"{mode} pays at no batch up to {planning.LARGEST_BATCH}")
+            continue
+        least, most = batches_of
         more = " or more" if most == planning.LARGEST_BATCH else ""
-        out.print(f"{mode} pays {pays}{more}")
+        start = f"from a batch of {least} " if least > 1 else ""
+        out.print(f"{mode} pays {start}up to a batch of {most}{more}")
+    if dimensions.experts is not None:
+        out.print("each token is taken to choose its experts independently of the others")
     if latency is not None:
-        title = f"{latency:g} ms per token at a batch of {batches[0]}"
+        title = f"{latency:g} ms per token at a batch of {batches[0]} on {machine.name}"
         out.print(_table(title, found["right_size"], ("model", *SHORT_SETTING, "meets")))
     if forwards:
         names = ("batch_size", "cached", "queries", "ratio", "predicted_ratio")
@@ -292,7 +298,8 @@ def _measured_forwards(path: Path, dimensions: "Dimensions", machine: str) -> li
             raise KeyError("forwards")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--measured {path} is no record of `setblock benchmark`") from error
-    if of != json.loads(json.dumps(asdict(dimensions))):
+    # Records of before mixtures of experts were told of say nothing of them.
+    if {"experts": None, **of} != json.loads(json.dumps(asdict(dimensions))):
         raise ValueError(f"--measured {path} was measured with a model of other dimensions")
     if (on == "cpu") != machine.startswith("cpu"):
         raise ValueError(f"--measured {path} was measured on {on}, and --device is {machine}")
