@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 METHODS = ("full", "lora", "qlora", "gated")
-# Layers that peft takes for parts of experts in any mixture of them.
+# Layers that peft takes for parts of experts, in some mixtures of them, wherever they stand.
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -63,7 +63,7 @@ def attach(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=_layers_beside_experts(network) if gated else "all-linear",
+        target_modules=_gated_layers(network) if gated else "all-linear",
         trainable_token_indices=tokens,
         alora_invocation_tokens=[mask_token_id] if gated else None,
         modules_to_save=with_chain(network, chain_width),
@@ -73,23 +73,45 @@ def attach(
     return _to_train(adapted)
 
 
-def _layers_beside_experts(network: PreTrainedModel) -> str | list[str]:
-    """The linear layers that a gate can part masks from others in, as peft takes them.
+def _gated_layers(network: PreTrainedModel) -> str | list[str]:
+    """The linear layers in which a gate can part masks from other tokens, as peft takes them.
 
-    All of them, but in a mixture of experts: these are parameters in one piece, for which peft has
-    no such adapters, and by their names it takes dense layers for experts as well.
+    All of them, but in mixtures of experts whose weights in one piece peft would adapt as well: it
+    has no such adapters for these. There, attention's and those of layers without a mixture.
     """
-    if not any(
-        "experts" in name and weight.ndim == 3 for name, weight in network.named_parameters()
-    ):
+    mixtures = {
+        name.partition(".experts")[0]
+        for name, weight in network.named_parameters()
+        if ".experts" in name and weight.ndim == 3
+    }
+    if not mixtures or _takes_all(network):
         return "all-linear"
     head = network.get_output_embeddings()
     layers = {
         name.split(".")[-1]
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear) and module is not head
+        if not name.startswith(tuple(f"{mixture}." for mixture in mixtures))
     }
     return sorted(layers - EXPERTS)
+
+
+def _takes_all(network: PreTrainedModel) -> bool:
+    """Whether peft can put a gated adapter on all that it takes for linear layers, tried without
+    memory.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        twin = type(network)(network.config)
+    trial = LoraConfig(
+        task_type="CAUSAL_LM", target_modules="all-linear", alora_invocation_tokens=[0]
+    )
+    try:
+        get_peft_model(twin, trial)
+    except ValueError:
+        return False
+    return True
 
 
 def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int = 0) -> "PeftModel":

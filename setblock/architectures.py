@@ -26,6 +26,7 @@ BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_blo
 # Classes whose forward takes one mask per layer type; the tests run each of them.
 TAKES_MASK_PER_LAYER_TYPE = ("gemma3_text", "qwen2", "qwen3")
 
+ENCODERS = ("bert-generation",)  # besides those that transformers lists for masked tokens
 LOOKING = ("dynamic", "longrope")  # types of rotary embeddings
 
 # Settings that change attention in ways which a boolean mask given to SDPA can't express.
@@ -41,8 +42,10 @@ def check_architecture(config: PretrainedConfig) -> None:
     needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
     if config.is_encoder_decoder:
         problem = "is an encoder-decoder"
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        problem = "is an encoder: its is_decoder is false"
+    elif not getattr(config, "is_decoder", False) and (
+        type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in ENCODERS
+    ):
+        problem = "is an encoder" + ": its is_decoder is false" * hasattr(config, "is_decoder")
     elif config.get_text_config() is not config:
         problem = "is multimodal"
     elif network is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.checkpoint import write_settings
-from setblock.files import share
+from setblock.files import let_read
 from setblock.model import Model
 
 # Stock transformers runs this file with trust_remote_code=True; without, it decodes token by token.
@@ -41,7 +41,7 @@ def export(model: Model, folder: Path) -> None:
         raise ValueError(f"{folder} is not empty")
     network: Any = model.network
     network.save_pretrained(folder)
-    share(folder)
+    let_read(folder)
     model.tokenizer.save_pretrained(folder)
     write_settings(folder, **model.settings)
     path = folder / "generation_config.json"

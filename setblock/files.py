@@ -22,7 +22,7 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # what was asked for
 
 
-def share(folder: Path) -> None:
+def let_read(folder: Path) -> None:
     """Effects: weights in this folder may be read by whoever may read other new files.
 
     safetensors leaves them to their owner alone, so that a server of another user would not start.

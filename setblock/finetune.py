@@ -18,7 +18,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
-from setblock.files import share
+from setblock.files import let_read
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
 from setblock.prompts import Sampling, write_prompts
@@ -151,7 +151,7 @@ def finetune(
         steps, loss = done.global_step, done.metrics.get("train_loss")
     trainer.save_model(str(run.output_dir))
     if trainer.is_world_process_zero():
-        share(run.output_dir)
+        let_read(run.output_dir)
         trainer.create_model_card()
     if config.push_to_hub and not signals.stopped:
         trainer.push_to_hub()
@@ -308,7 +308,7 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
         )
     network: Any = model.network
     network.to(DTYPES[dtype]).save_pretrained(output_dir)
-    share(output_dir)
+    let_read(output_dir)
     model.tokenizer.save_pretrained(output_dir)
     write_settings(output_dir, **model.settings)
 

@@ -222,7 +222,7 @@ def put_on(
     check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
-    _check_gate(adapted.peft_config[adapted.active_adapter])
+    _check_gate(network, adapted.peft_config[adapted.active_adapter])
     wrapper: Any = network.get_input_embeddings()
     rows = getattr(getattr(wrapper, "token_adapter", None), "token_indices", {})
     if [len(own) for own in rows.values()] != [1]:
@@ -253,8 +253,14 @@ def put_on(
     return network
 
 
-def _check_gate(config: Any) -> None:
+def _check_gate(network: PreTrainedModel, config: Any) -> None:
     """Raises: ValueError for what would change the base on tokens that are no masks."""
+    from peft.tuners.lora import LoraLayer
+
+    head: Any = network.get_output_embeddings()
+    has_rows = unwrapped(head) is not head and not network.config.tie_word_embeddings
+    if isinstance(head, LoraLayer) or has_rows:
+        raise ValueError("a gated adapter must leave the output layer as it is")
     more = [name for name in config.modules_to_save or [] if name != CHAIN]
     for name, value, only in (
         ("bias", config.bias, "none"),

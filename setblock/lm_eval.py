@@ -69,6 +69,8 @@ class SetBlockLM(BASE):
         # Bad values are refused before the first task.
         self.used = settings_for(self.loaded, **self.decoding)
         self.prompts, self.generated, self.forwards = 0, 0, 0
+        if self.loaded.context_note:  # lm-eval knows what the configuration says
+            options.setdefault("max_length", self.loaded.context_length)
         super().__init__(pretrained=self.loaded.network, tokenizer=self.loaded.tokenizer, **options)
 
     def _model_generate(

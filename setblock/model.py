@@ -32,7 +32,6 @@ from setblock.architectures import (
     check_architecture,
     context_of,
     decoding_mask,
-    looks_at_positions,
     windows_of,
 )
 from setblock.cache import CACHE, PrefixCache
@@ -90,7 +89,6 @@ class Model:
         self.context_note = ""  # why it is shorter than the configuration says
         if self.context_length < network.config.max_position_embeddings:
             self.context_note = ", beyond which its longrope embeddings would change"
-        self._looking = bool(looks_at_positions(network.config))
         # What decode() leaves out: more than those that the tokenizer has a name for.
         added = {i: one.content for i, one in tokenizer.added_tokens_decoder.items() if one.special}
         self.special_token_ids = frozenset([*tokenizer.all_special_ids, *added])
@@ -238,8 +236,6 @@ class Model:
         run: `_run`, or the same compiled. whole: logits of all tokens are wanted, not of some.
         """
         queries = Layout(position, horizon, block, document)
-        if self._looking:  # at what only pads the rows of a batch as well
-            position = position.clamp(max=self.context_length - 1)
         if cache is None:
             mask = attention_mask(self.network, queries, queries, self._windows)
         else:

@@ -28,6 +28,7 @@ from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportU
 
 from setblock import kernels, objective
 from setblock.adapters import chain_of, is_gated
+from setblock.architectures import context_of
 from setblock.batches import (
     Collator,
     cut,
@@ -161,6 +162,13 @@ class SBDTrainer(SFTTrainer):
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
         check_head(self.model.config)
+        context = context_of(self.model.config)
+        shortened = context < self.model.config.max_position_embeddings
+        if shortened and (args.max_length is None or args.max_length > context):
+            raise ValueError(
+                f"max_length must be at most {context}, beyond which the model's longrope "
+                f"embeddings change, got {args.max_length}"
+            )
         self.gated = is_gated(self.model)
         if self.gated and args.objective == "ntp":
             raise ValueError(

@@ -33,6 +33,15 @@ SIZES = {
     # Ten times the usual: with small weights every prediction would be flat and hide mistakes.
     "initializer_range": 0.2,
 }
+# Rotary embeddings, of heads of 8, that change beyond the first 32 tokens of a context.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "short_factor": [1.0, 1.2, 1.3, 1.5],
+    "long_factor": [1.0, 3.0, 5.0, 8.0],
+    "original_max_position_embeddings": 32,
+}
 MIXED = ["sliding_attention", "full_attention"]
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),

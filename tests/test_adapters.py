@@ -20,6 +20,7 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
 )
 
 from setblock import adapters, gated, objective
@@ -346,6 +347,7 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
     assert not network.setblock_gate.whole
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer is part")
 def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     from peft import LoKrConfig
 
@@ -362,11 +364,22 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     other = get_peft_model(load(base).network, LoKrConfig(**words()))
     rowless = get_peft_model(load(base).network, LoraConfig(**words(alora_invocation_tokens=[4])))
     lora = get_peft_model(load(base).network, LoraConfig(**words()))
-    wide = [{"bias": "lora_only"}, {"modules_to_save": ["input_layernorm"]}]
-    biased, saving = (
-        get_peft_model(load(base).network, LoraConfig(**words(alora_invocation_tokens=[4], **one)))
+    wide = [
+        {"bias": "lora_only"}, {"modules_to_save": ["input_layernorm"]},
+        {"layer_replication": [(0, 2), (1, 2)]}, {"target_modules": ["q_proj", "lm_head"]},
+    ]  # fmt: skip
+    biased, saving, longer, heading = (
+        get_peft_model(
+            load(base).network, LoraConfig(**{**words(alora_invocation_tokens=[4]), **one})
+        )
         for one in wide
     )
+    rows = {"embed_tokens": [4], "lm_head": [9]}
+    untied = checkpoint("llama")
+    tokens = words(alora_invocation_tokens=[4], trainable_token_indices=rows)
+    saying = get_peft_model(load(untied).network, LoraConfig(**tokens))
+    saying.peft_config["default"].base_model_name_or_path = str(untied)
+    saying.save_pretrained(tmp_path / "saying", save_embedding_layers=False)
     lacking, empty = saved("lacking", lora), saved("empty", lora)
     weights = load_file(f"{lacking}/adapter_model.safetensors")
     some = {name: weight for name, weight in weights.items() if "layers.1" not in name}
@@ -377,6 +390,9 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
         (saved("rowless", rowless), "a gated adapter must have trained one row of the input"),
         (saved("biased", biased), "gated .* with bias 'lora_only' does not; only 'none' is allow"),
         (saved("saving", saving), r"gated .* with modules_to_save \['input_layernorm'\] does not"),
+        (saved("longer", longer), r"gated .* with layer_replication .* does not; only None"),
+        (saved("heading", heading), "a gated adapter must leave the output layer as it is"),
+        (str(tmp_path / "saying"), "a gated adapter must leave the output layer as it is"),
         (lacking, r"the adapter lacks weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
         (empty, "the adapter's folder has no adapter_model.safetensors"),
     ):
@@ -396,6 +412,16 @@ def test_a_mixture_of_experts_has_its_gate_beside_the_experts(checkpoint, tmp_pa
     expected = generate(load(folder), prompts, mode="ntp", **few)
     drafted = generate(model, prompts, mode="verified", block_size=4, branches=2, **few)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in expected]
+
+
+def test_a_shared_expert_has_a_gate(tmp_path):
+    """peft takes none of this one's experts for linear layers, and all layers beside them."""
+    sizes = {**SIZES, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    experts = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes, num_experts=4))
+    made: Any = adapters.attach(experts, "base", "gated", MASK, rank=4, alpha=8)
+    layers = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"}
+    found = {name.split(".")[-1] for name in made.peft_config["default"].target_modules}
+    assert found == layers | {"shared_expert_gate"}
 
 
 LATENT: dict[str, Any] = {  # DeepSeek's attention, and experts beside dense layers of their names

@@ -449,7 +449,7 @@ def test_ignore_eos_in_sbd(run, answering):
 
 @pytest.mark.parametrize("command", ["generate", "demo", "evaluate"])
 @pytest.mark.usefixtures("short_demo")
-def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
+def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command, caplog):
     words = {
         "generate": [untrained, "--prompt", "hi", "--mode", "sbd", *SHORT],
         "demo": ["--model", untrained, "--prompt", "hi"],
@@ -459,6 +459,7 @@ def test_an_untrained_model_warns_once_and_goes_on(run, untrained, command):
     assert isinstance(result.json, dict)
     assert result.err.startswith(f"warning: {untrained} was never trained for set block decoding")
     assert result.err.count("\n") == 1
+    assert not caplog.messages, "which Python is told"
 
 
 def test_an_untrained_model_decodes_token_by_token_by_default(run, untrained):
@@ -635,6 +636,8 @@ def test_demo_of_chosen_modes(run, answering):
     assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
     assert [one["same"] for one in answer["totals"]] == [1, None]
     assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
+    idle = run("demo", "--prompt", "hi", "--mode", "ntp", "--block-size", "4").error
+    assert idle == "--block-size is for modes sbd and verified, got 4 in mode ntp"
 
 
 @pytest.mark.usefixtures("short_demo")

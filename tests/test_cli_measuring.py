@@ -98,15 +98,13 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
         (["--shots", "1", "--shots-data", data], "holds the very rows of --data"),
         (["--held-out"], "--held-out is for the nano tasks"),
         (["--split", "test"], "a file is one split"),
-        (
-            ["--mode", "ntp", "--block-size", "4"],
-            "--block-size is for modes sbd and verified, got 4 in mode ntp",
-        ),
     ):
         assert message in run("evaluate", trained, *words, *wrong).error
     assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error
     assert "--data is for one --task" in run("evaluate", trained, "--data", data).error
     assert "No such file" in run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
+    idle = run("evaluate", trained, "--mode", "ntp", "--block-size", "4").error
+    assert idle == "--block-size is for modes sbd and verified, got 4 in mode ntp"
 
 
 @pytest.mark.parametrize(("own", "expected"), [("verified", "verified"), ("ntp", "sbd")])
@@ -443,6 +441,10 @@ def test_profile_every_option(run, trained, tmp_path, compiled):
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--prompt-length", "0"], "--prompt-length must be at least 1, got 0"),
         (["--mode", "ntp", "--solver", "fixed:1"], "--solver is for mode sbd"),
+        (
+            ["--mode", "ntp", "--block-size", "4"],
+            "--block-size is for modes sbd and verified, got 4 in mode ntp",
+        ),
         (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
     ):
         assert message in run("profile", trained, *wrong).error

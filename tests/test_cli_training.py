@@ -73,12 +73,17 @@ def test_bad_config_files(tmp_path, monkeypatch, capsys, content, message) -> No
     assert message in capsys.readouterr().err
 
 
-def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys, caplog) -> None:
     where = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")
     probe = ("--decode-data", rows, "--decode-every", "2", "--decode-limit", "3")
     options = ("--decode-solver", "fixed:4", "--answer-tokens", "8", "--chat", "--split", "train")
     summary = train(monkeypatch, capsys, *where, *probe, *options)
     assert [result["step"] for result in summary["decode"]] == [0, 2, 3]
+    assert "never trained" not in caplog.text, "which goes without saying before the first step"
+    modes = {
+        (tmp_path / "out" / name).stat().st_mode for name in ("model.safetensors", "README.md")
+    }
+    assert len(modes) == 1, "weights may be read by whoever may read the card"
     for result in summary["decode"]:
         assert result["decode_n"] == 3
         assert 1 < result["decode_tokens_per_forward"] <= 4

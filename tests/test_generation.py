@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KINDS, make_tokenizer
+from conftest import LONGROPE, copied
 from fakes import BOS, EOS, LETTERS, MASK, TableModel, saying
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AddedToken, AutoModelForCausalLM
+from transformers import AddedToken
 
 from setblock import generation
 from setblock.checkpoint import ModelError
@@ -275,38 +275,32 @@ def test_a_model_in_a_mode_that_it_is_not_made_for_says_so_once(checkpoint, capl
         assert said.startswith(f"{model.name} was never trained for set block decoding; expect")
         assert expect in said
         caplog.clear()
-    silent: list[dict[str, Any]] = [{"mode": "ntp"}, {"mode": "verified", "lookup": 4}]
-    for options in silent:
-        generate(load(checkpoint("llama")), "a", **options, **run)
-        generate(load(checkpoint("llama", settings={"trained": True})), "a", **options, **run)
-    generate(load(checkpoint("llama", settings={"trained": True})), "a", mode="sbd", **run)
+    model, trained = (
+        load(checkpoint("llama")),
+        load(checkpoint("llama", settings={"trained": True})),
+    )
+    copies: dict[str, Any] = {**run, "mode": "verified", "lookup": 4, "block_size": 1}
+    for one in (model, trained):
+        generate(one, "a", mode="ntp", **run)
+        generate(one, "a", **copies)
+    for mode in ("sbd", "verified"):
+        generate(trained, "a", mode=mode, **run)
     assert not caplog.messages
+    copies["block_size"] = 4
+    generate(model, "a", **copies)
+    assert len(caplog.messages) == 1, "copies alone need no training"
 
 
-def longrope(original: int) -> Model:
-    """A Llama whose embeddings are longrope's, of a context of 256 and another first one."""
-    factors = {"short_factor": [1.0, 1.2, 1.3, 1.5], "long_factor": [1.0, 3.0, 5.0, 8.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, **factors}
-    rope["original_max_position_embeddings"] = original
-    config = type(KINDS["llama"]).from_dict(KINDS["llama"].to_dict())
-    heads = config.hidden_size // 8
-    config.update({"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 8})
-    config.update({"vocab_size": 264, "rope_parameters": rope, "initializer_range": 0.3})
-    torch.manual_seed(0)
-    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return Model(network, make_tokenizer(), "longrope")
-
-
-def test_embeddings_that_change_with_the_length_end_texts_where_they_would():
+def test_embeddings_that_change_with_the_length_end_texts_where_they_would(checkpoint, tmp_path):
     """Else keys would be of two kinds, and a row's tokens depend on how long its neighbours are."""
-    model = longrope(original=32)
+    folder = copied(checkpoint("llama"), tmp_path / "a", "config.json", rope_parameters=LONGROPE)
+    model = load(folder)
     assert (model.context_length, model.network.config.max_position_embeddings) == (32, 256)
     few: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 24}
     with pytest.raises(ValueError, match="context of 32 tokens, beyond which its longrope embed"):
         generate(model, [[3] * 26], **few)
     with pytest.raises(ValueError, match=r"no room .* of 32 tokens, beyond which its longrope"):
         generate(model, [[3] * 33], **few)
-    # The short row's places are padded beyond the context while the long one's prompt is encoded.
     prompts = [[3, 9, 8], [*range(3, 11)], [*range(3, 31)]]
     few["max_new_tokens"] = 4
     several = [answer.token_ids for answer in generate(model, prompts, mode="ntp", **few)]

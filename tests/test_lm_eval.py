@@ -10,6 +10,7 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
+from conftest import LONGROPE, copied
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
@@ -154,6 +155,12 @@ def test_an_answer_that_fills_the_context_is_refused(folder, length):
     told = f"max_gen_toks={length} leaves no room for a prompt in the model's context of 256 tokens"
     with pytest.raises(ValueError, match=told):
         model._model_generate(torch.tensor([[5, 9, 30]]), length + 3, [])
+
+
+def test_a_context_may_be_shorter_than_the_configuration_says(folder, tmp_path):
+    short = copied(folder, tmp_path / "short", "config.json", rope_parameters=LONGROPE)
+    assert (SetBlockLM(str(folder)).max_length, SetBlockLM(str(short)).max_length) == (256, 32)
+    assert SetBlockLM(str(short), max_length=16).max_length == 16
 
 
 def test_a_special_token_among_the_stop_texts_ends_the_answer(folder):

@@ -6,10 +6,12 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+from conftest import LONGROPE
 from datasets import Dataset
 from trainers import (
     RECOMPUTING,
     SHAPES,
+    SIZES,
     config,
     logged,
     network,
@@ -18,6 +20,7 @@ from trainers import (
     trainer,
     weights,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import adapters, loading, objective
@@ -290,6 +293,10 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path, monkeypatch):
         trainer(tmp_path, packing=True, max_length=None)
     with pytest.raises(ValueError, match="sample_id must be a column of integers, got string"):
         trainer(tmp_path, [{**row, "sample_id": "a"} for row in samples()])
+    rope = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LONGROPE))
+    for length in (33, None):
+        with pytest.raises(ValueError, match=f"max_length must be at most 32, .* got {length}"):
+            trainer(tmp_path, net=rope, max_length=length)
     run: Any = trainer(tmp_path)
     with pytest.raises(ValueError, match="use evaluate"):
         run.predict(run.train_dataset)

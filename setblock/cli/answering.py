@@ -307,6 +307,10 @@ def demo(
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd: add --mode sbd, got {solver!r} without it")
+    if block_size is not None and modes == [Mode.ntp]:
+        raise ValueError(
+            f"--block-size is for modes sbd and verified, got {block_size} in mode ntp"
+        )
     for one in modes:
         warn_unfit(model, one)
     problems = []

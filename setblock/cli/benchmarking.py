@@ -329,6 +329,10 @@ def profile(
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
+    if block_size is not None and set(modes) == {Mode.ntp}:
+        raise ValueError(
+            f"--block-size is for modes sbd and verified, got {block_size} in mode ntp"
+        )
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
     request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}

@@ -171,6 +171,7 @@ def serve(
         raise ImportError(
             f"serve needs more packages: pip install '.[serve]' in the checkout ({error})"
         ) from None
+    from setblock.decode import MODES
     from setblock.generation import settings_for
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -187,6 +188,8 @@ def serve(
                 "make sense; --allow-untrained serves it, token by token unless a request asks for "
                 "blocks"
             )
+        if not model.trained:
+            model.told.update(MODES)  # --allow-untrained has heard of it
         chosen = settings_for(model, **given)  # bad values are refused here
         model.defaults |= {name: value for name, value in given.items() if value is not None}
         model.defaults["mode"] = chosen.mode

@@ -179,6 +179,7 @@ def tune(
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     if not model.trained:  # else what is tried is measured
         warn_unfit(model, "sbd")
+    model.told.update(tuning.MODES)
     tried.check(model)
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if form and not form.chat:
