@@ -45,7 +45,7 @@ def check_architecture(config: PretrainedConfig) -> None:
     elif not getattr(config, "is_decoder", False) and (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in ENCODERS
     ):
-        problem = "is an encoder" + ": its is_decoder is false" * hasattr(config, "is_decoder")
+        problem = "is an encoder"
     elif config.get_text_config() is not config:
         problem = "is multimodal"
     elif network is None:

@@ -144,6 +144,11 @@ class Settings:
         return self.mode == "sbd" or (self.mode == "verified" and self.draft == "solver")
 
     @property
+    def copies_alone(self) -> bool:
+        """Whether all drafts are copied from the text, which needs no training."""
+        return self.mode == "verified" and self.lookup > 0 and self.block_size == 1
+
+    @property
     def num_slots(self) -> int:
         """Positions that a row takes after its prompt: mode "sbd" has whole blocks at the limit."""
         step = self.block_size if self.mode == "sbd" else 1

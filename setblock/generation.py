@@ -273,11 +273,9 @@ def _stream(
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     size = max(min(batch_size or len(ids), len(ids)), 1)
     settings = settings_for(model, size, **options)
-    mode = settings.mode
-    copies = mode == "verified" and settings.lookup and settings.block_size == 1  # need no training
-    if mode not in model.told and not copies:
-        model.told.add(mode)
-        if why := unfit(model, mode):
+    if settings.mode not in model.told and not settings.copies_alone:
+        model.told.add(settings.mode)
+        if why := unfit(model, settings.mode):
             log.warning("%s", why)
     for stop in settings.stop:
         if special := [token for token in model.special_tokens if token in stop]:

@@ -353,7 +353,7 @@ def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
         (transformers.BloomConfig(), "bloom .*"),
         (transformers.Gemma2Config(), "gemma2 sets attn_logit_softcapping"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional"),
-        (transformers.BertConfig(), "bert is an encoder: its is_decoder is false"),
+        (transformers.BertConfig(), "bert is an encoder; a decoder-only causal"),
         (
             transformers.BertConfig(is_decoder=True, architectures=["BertForMaskedLM"]),
             "is here a BertForMaskedLM",

@@ -42,6 +42,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_idle,
     starting,
     tell_undrafted,
     warm_up,
@@ -147,12 +148,9 @@ def generate(
         "lenience": lenience,
     }
     settings = settings_for(model, **options)
-    given = {"solver": solver, "block-size": block_size} if settings.mode == "ntp" else {}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"--{name} is for modes sbd and verified, got {value} in mode ntp")
-    if not (settings.mode == "verified" and settings.lookup and settings.block_size == 1):
-        warn_unfit(model, settings.mode)  # copies alone need no training
+    refuse_idle([settings.mode], solver=solver, block_size=block_size)
+    if not settings.copies_alone:
+        warn_unfit(model, settings.mode)
     ids = encode(model, [asked], chat=chat)
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if mode is None and settings.mode == "ntp" and not model.trained:
@@ -307,10 +305,7 @@ def demo(
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd: add --mode sbd, got {solver!r} without it")
-    if block_size is not None and modes == [Mode.ntp]:
-        raise ValueError(
-            f"--block-size is for modes sbd and verified, got {block_size} in mode ntp"
-        )
+    refuse_idle(modes, block_size=block_size)
     for one in modes:
         warn_unfit(model, one)
     problems = []

@@ -35,6 +35,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_idle,
     starting,
     tell_undrafted,
     warn_unfit,
@@ -172,10 +173,7 @@ def benchmark(
     ):
         if values and one not in modes:
             raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
-    if block_size and set(modes) == {Mode.ntp}:
-        raise ValueError(
-            f"--block-size is for modes sbd and verified, got {block_size[0]} in mode ntp"
-        )
+    refuse_idle(modes, block_size=block_size[0] if block_size else None)
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"mode": mode, "transformers": transformers}
@@ -329,10 +327,7 @@ def profile(
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
     if solver and Mode.sbd not in modes:
         raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
-    if block_size is not None and set(modes) == {Mode.ntp}:
-        raise ValueError(
-            f"--block-size is for modes sbd and verified, got {block_size} in mode ntp"
-        )
+    refuse_idle(modes, block_size=block_size)
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
     request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -287,6 +288,14 @@ def warn_unfit(model: "Model", mode: str) -> None:
     if why := unfit(model, mode):
         err.print(f"warning: {why}", style="yellow", markup=False)
     model.told.add(mode)
+
+
+def refuse_idle(modes: Iterable[str], **given: Any) -> None:
+    """Raises: ValueError for an option of blocks that was given where all modes are ntp."""
+    name = next((name for name, value in given.items() if value is not None), None)
+    if name is not None and set(modes) == {Mode.ntp}:
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"{option} is for modes sbd and verified, got {given[name]} in mode ntp")
 
 
 def warm_up(model: "Model", options: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_idle,
     starting,
     tell_undrafted,
     warm_up,
@@ -243,10 +244,7 @@ def evaluate(
         families = evaluation.families(task or ["nano"])
         split = split or "test"
         problems = {name: nano.problems(name, split, limit, held_out=held_out) for name in families}
-    if block_size is not None and modes == [Mode.ntp]:
-        raise ValueError(
-            f"--block-size is for modes sbd and verified, got {block_size} in mode ntp"
-        )
+    refuse_idle(modes, block_size=block_size)
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     if temperature:
         common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
