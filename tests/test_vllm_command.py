@@ -49,7 +49,7 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
         "architectures": ["SetBlockLlamaForCausalLM"],
         "canvas_length": 16,
         "mask_token_id": 3,
-        "setblock": {"mode": "sbd", "solver": "prefix:0.99"},
+        "setblock": {"mode": "sbd", "solver": "prefix:0.99", "verified": {}},
     }
     assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
@@ -101,8 +101,10 @@ def test_every_option(run, ran, checkpoint, environments):
     overrides = json.loads(after(words, "--hf-overrides"))
     assert overrides["architectures"] == ["SetBlockQwen3ForCausalLM"]
     assert (overrides["canvas_length"], overrides["mask_token_id"]) == (8, 9)
-    served = {"mode": "verified", "solver": "fixed:2", "adaptive": True, "fused": True}
-    assert overrides["setblock"] == served
+    assert overrides["setblock"] == {
+        "mode": "verified", "solver": "fixed:2", "verified": {}, "draft": "solver",
+        "adaptive": True, "fused": True,
+    }  # fmt: skip
     assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}  # two blocks
     assert "--no-async-scheduling" in words
 
@@ -150,14 +152,21 @@ def test_an_adapter_is_put_on_its_base(run, ran, checkpoint, tmp_path):
     base, folder = checkpoint("llama"), tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    write_settings(folder, mask_token_id=7, trained=True, block_size=4, mode="verified")
+    drafting = {"block_size": 2, "branches": 1, "seeds": 0, "lookup": 3}
+    write_settings(
+        folder, mask_token_id=7, trained=True, block_size=4, mode="verified", verified=drafting
+    )
     run("serve", folder, "--engine", "vllm")
     assert after(ran[0], "--model") == str(base)
     assert after(ran[0], "--served-model-name") == str(folder)
     overrides = json.loads(after(ran[0], "--hf-overrides"))
     assert (overrides["mask_token_id"], overrides["canvas_length"]) == (7, 4)
     own = {"mode": "verified", "solver": "entropy:0.1", "adapter": str(folder.resolve())}
-    assert overrides["setblock"] == own
+    assert overrides["setblock"] == {**own, "verified": drafting}
+    run("serve", folder, "--engine", "vllm", "--block-size", "3")
+    overrides = json.loads(after(ran[1], "--hf-overrides"))
+    assert overrides["canvas_length"] == 3
+    assert overrides["setblock"]["verified"] == {"branches": 1, "seeds": 0, "lookup": 3}
 
 
 def test_without_vllm(run, monkeypatch):

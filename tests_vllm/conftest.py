@@ -50,7 +50,7 @@ KINDS = {
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Callable[[str], Path]:
     """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer. "gated:llama" and
-    "lora:llama" are random adapters on a random base.
+    "lora:llama" are random adapters on a random base, "chained:llama" a gated one with a chain.
     """
     made: dict[str, Path] = {"nano": BUNDLED["nano"]}
 
@@ -61,7 +61,9 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
         place = made[kind] = tmp_path_factory.mktemp(kind.replace(":", "-"))
         torch.manual_seed(0)
         if method:
-            _write_adapter(place, get(base), method)
+            width = 8 if method == "chained" else 0
+            _write_adapter(place, get(base), "gated" if width else method, width)
+            write_settings(place, chain_width=width or None)
         else:
             config = KINDS[kind]
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
@@ -72,9 +74,9 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
     return get
 
 
-def _write_adapter(place: Path, base: Path, method: str) -> None:
+def _write_adapter(place: Path, base: Path, method: str, chain_width: int) -> None:
     model = load(str(base), dtype="float32")
-    adapted = attach(model.network, str(base), method, 3, 4, 8)
+    adapted = attach(model.network, str(base), method, 3, 4, 8, chain_width=chain_width)
     for weight in adapted.parameters():
         if weight.requires_grad:  # as made, what an adapter adds is nothing
             torch.nn.init.normal_(weight, std=0.2)

@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissing
 
 from setblock import nano
 from setblock.generation import generate
-from setblock.vllm import state
+from setblock.vllm import sampler
 
 WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -67,13 +67,13 @@ def prompts(model: Any, count: int) -> list[tuple[int, ...]]:
     return [tuple(model.encode(text, chat=True)) for text in texts]
 
 
-def mixed(model: Any, count: int) -> list[Request]:
-    """Requests of all kinds, drawn by a fixed seed."""
+def mixed(model: Any, count: int, ways: Sequence[dict[str, Any]] = WAYS) -> list[Request]:
+    """Requests of all these kinds, drawn by a fixed seed."""
     draw = random.Random(0)
     return [
         Request(
             ids,
-            draw.choice(WAYS),
+            draw.choice(ways),
             draw.choice((1, 5, 16, 37, 60)),
             draw.choice(({}, {}, {"temperature": 0.8, "seed": draw.randrange(99), "top_p": 0.9})),
             draw.random() < 0.3,
@@ -112,18 +112,18 @@ def test_32_requests_mixed(engine, model, kind, caching, asynchronous):
 def test_a_step_holds_few_logits_in_float32_at_a_time(engine, model, monkeypatch, fused):
     """A few requests after the other then, which say the same."""
     held = []
-    clean = state.BlockSampler._clean
+    clean = sampler.BlockSampler._clean
 
-    def noted(sampler, logits):
+    def noted(one, logits):
         held.append(logits.numel())
-        return clean(sampler, logits)
+        return clean(one, logits)
 
-    monkeypatch.setattr(state.BlockSampler, "_clean", noted)
+    monkeypatch.setattr(sampler.BlockSampler, "_clean", noted)
     bound = 2 * 32 * model("nano").vocab_size
     served, requests = engine("nano", **{"fused": True} if fused else {}), mixed(model("nano"), 32)
     answers(served, requests)
     assert max(held) > bound
-    monkeypatch.setattr(state, "MOST_LOGITS", bound)
+    monkeypatch.setattr(sampler, "MOST_LOGITS", bound)
     held.clear()
     agree(served, model("nano"), requests)
     assert max(held) <= bound
@@ -252,7 +252,9 @@ def test_a_budget_that_no_block_fits_into_is_refused(engine):
         ({}, {"solver": 3}, "solver must be a text"),
         ({}, {"block_size": 17}, r"block_size must lie in 1\.\.16, the server's, got 17"),
         ({}, {"block_size": 0}, "block_size must lie in"),
-        ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size"),
+        ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size, draft, lookup"),
+        ({}, {"mode": "verified", "draft": "branches"}, "draft branches needs a server with --fus"),
+        ({}, {"mode": "verified", "lookup": 3}, "lookup is for mode verified with draft branches"),
         ({"n": 2, "temperature": 1.0}, {}, "n is not supported"),
         ({"logprobs": 0}, {}, "logprobs is not supported"),
         ({"prompt_logprobs": 1}, {}, "prompt_logprobs is not supported"),

@@ -1,13 +1,26 @@
-"""A block's commit and the next one's first forward in one: the same tokens, fewer forwards."""
+"""A block's commit and the next one's first forward in one: the same tokens, fewer forwards.
+
+Mode verified then has its drafts from branches, unless a request names a solver.
+"""
 
 from typing import Any
 
 import pytest
-from test_engine import Request, agree, answers, mixed, prompts
+import torch
+from test_engine import WAYS, Request, agree, answers, mixed, prompts
 
 from setblock.generation import generate
+from setblock.vllm import sampler
 
 FUSED = {"fused": True}
+BRANCHES: tuple[dict[str, Any], ...] = (
+    {"mode": "verified"},
+    {"mode": "verified", "draft": "branches", "block_size": 5},
+    {"mode": "verified", "block_size": 2},
+    {"mode": "verified", "lookup": 6},
+    {"mode": "verified", "lookup": 3, "block_size": 4},
+    {"mode": "verified", "lookup": 9, "block_size": 1},  # copies alone
+)
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
@@ -27,7 +40,7 @@ def test_prompts_in_chunks_and_blocks_cut_by_the_budget(engine, model):
 def test_the_end_of_the_context(engine, model):
     served = engine("nano", max_model_len=64, **FUSED)
     [ids] = [one for one in prompts(model("nano"), 5) if len(one) < 40][:1]
-    for way in ({"mode": "verified"}, {"mode": "ntp"}):
+    for way in (*BRANCHES, {"mode": "verified", "draft": "solver"}, {"mode": "ntp"}):
         agree(served, model("nano"), [Request(ids, way, 64 - len(ids), ignore_eos=True)])
 
 
@@ -54,7 +67,8 @@ def test_forwards_are_the_methods_own(engine, model, solver):
 
 
 def test_verified_blocks_begin_early_too(engine, model):
-    requests = [Request(ids, {"mode": "verified"}, 60) for ids in prompts(model("nano"), 10)]
+    way = {"mode": "verified", "draft": "solver"}
+    requests = [Request(ids, way, 60) for ids in prompts(model("nano"), 10)]
     apart = [steps(engine("nano", async_scheduling=False), one) for one in requests]
     fused = [steps(engine("nano", **FUSED), one) for one in requests]
     assert sum(fused) < sum(apart)
@@ -64,5 +78,63 @@ def test_with_widths_that_change(engine, model):
     served = engine("nano", adaptive=True, **FUSED)
     requests = mixed(model("nano"), 32)
     requests = [one for one in requests if one.way.get("mode") in ("verified", "ntp")]
+    requests += mixed(model("nano"), 12, BRANCHES)
     for _ in range(3):
         assert answers(served, requests) == [one.reference(model("nano")) for one in requests]
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "gated:qwen3", "chained:llama"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_drafts_from_branches(engine, model, kind, caching):
+    served = engine(kind, enable_prefix_caching=caching, **FUSED)
+    requests = mixed(model(kind), 32, BRANCHES + WAYS)
+    agree(served, model(kind), requests)
+    agree(served, model(kind), requests[::-1])
+
+
+def test_drafts_from_branches_cut_by_the_budget(engine, model):
+    served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
+    agree(served, model("nano"), mixed(model("nano"), 32, BRANCHES))
+
+
+def test_forwards_of_drafts_from_branches(engine, model):
+    """Never more than one a token, and fewer than of drafts by a solver.
+    Copies help a text that repeats itself, as what nano says behind its end does.
+    """
+    ids = {kind: prompts(model(kind), 10) for kind in ("nano", "llama")}
+
+    def forwards(kind: str, most: int = 60, on: bool = False, **way: Any) -> list[int]:
+        asked = {"mode": "verified", **way}
+        requests = [Request(one, asked, most, ignore_eos=on) for one in ids[kind]]
+        return [steps(engine(kind, **FUSED), one) for one in requests]
+
+    for kind in ids:
+        single = forwards(kind, block_size=1, lookup=0)
+        whole = [len(Request(one, {"mode": "ntp"}, 60).reference(model(kind))) for one in ids[kind]]
+        assert single == whole
+        for way in BRANCHES:
+            many = forwards(kind, **way)
+            assert all(few <= one for few, one in zip(many, single, strict=True)), way
+    assert sum(forwards("nano", 200, True, block_size=1, lookup=9)) < 0.8 * 2000
+    assert sum(forwards("nano")) < 0.75 * sum(forwards("nano", draft="solver"))
+    assert sum(forwards("nano")) < sum(forwards("nano", solver="entropy:inf"))
+
+
+def test_a_draft_is_made_of_its_own_slots(engine, model, monkeypatch):
+    """A chain reads the hidden states that the slots' logits come from, and the token before."""
+    drafted, seen = sampler.BlockSampler._drafted, []
+
+    def checked(self, how, logits, at, first, places, seeds):
+        network = self.state.model
+        assert network.chain is not None
+        own = network.compute_logits(network.last_hidden[at.flatten()]).view(logits.shape)
+        own[..., self.state.mask_token_id] = -torch.inf
+        torch.testing.assert_close(own, logits)
+        seen.append(first.tolist())
+        return drafted(self, how, logits, at, first, places, seeds)
+
+    monkeypatch.setattr(sampler.BlockSampler, "_drafted", checked)
+    kind = "chained:llama"
+    requests = mixed(model(kind), 16, BRANCHES)
+    agree(engine(kind, **FUSED), model(kind), requests)
+    assert len(seen) > 20

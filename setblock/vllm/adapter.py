@@ -13,15 +13,18 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 )
 
 from setblock import chain
+from setblock.chain import Chain
 from setblock.gated import Addition, Gate, GatedLinear
 from setblock.loading import load
 
 
-def weights_and_gate(model: Any, name: str) -> tuple[list[tuple[str, Tensor]], Gate | None]:
+def weights_and_adapter(
+    model: Any, name: str
+) -> tuple[list[tuple[str, Tensor]], Gate | None, Chain | None]:
     """The base's weights as stock checkpoints name them, with the adapter of this name folded in.
 
-    The gate is that of an adapter which acts on blocks alone. Its additions hang on the model's
-    layers then, and wait for a gate that is open.
+    Gate and chain are those of an adapter which acts on blocks alone. Its additions hang on the
+    model's layers then, and wait for a gate that is open.
     Raises: ModelError; ValueError for a gated one on several devices.
     """
     own = next(model.parameters())
@@ -31,17 +34,18 @@ def weights_and_gate(model: Any, name: str) -> tuple[list[tuple[str, Tensor]], G
         (name.replace(".base.weight", ".weight").replace(".base.bias", ".bias"), tensor)
         for name, tensor in network.state_dict().items()
         if ".addition." not in name
-        and not name.startswith(chain.NAME)  # its drafts are made from what vLLM does not hand out
+        and not name.startswith(chain.NAME)
         and not (name.startswith("lm_head.") and network.config.tie_word_embeddings)
     ]
     if not adapted.gated:
-        return weights, None
+        return weights, None, None
     if get_tensor_model_parallel_world_size() > 1:
         raise ValueError(
             f"{name} is a gated adapter, which runs on one device: --tensor-parallel-size 1"
         )
     _hang(model, network, own)
-    return weights, network.setblock_gate
+    joining = adapted.chain and adapted.chain.to(own.device, own.dtype)
+    return weights, network.setblock_gate, joining
 
 
 def _hang(model: Any, network: Any, own: Tensor) -> None:

@@ -80,6 +80,9 @@ def command(
     size = own.get("block_size", BLOCK_SIZE)
     # The settings of an adapter hold, and not those of its base, which vLLM would read.
     served = {"mode": own.get("mode", "sbd"), "solver": solver}
+    drafting = own.get("verified", {})
+    served["verified"] = {name: drafting[name] for name in drafting if given.get(name) is None}
+    served |= {"draft": "solver"} if "solver" in given else {}
     served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
     served |= {"adapter": lasting(name)} if base is not None else {}
     words = {

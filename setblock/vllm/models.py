@@ -17,6 +17,7 @@ class Blocks:
 
     last_hidden: Any = None  # of the latest forward: the first token of verified decoding needs it
     gate: Any = None  # of an adapter that acts on blocks alone: which tokens are theirs
+    chain: Any = None  # of that adapter, if it has one
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -25,11 +26,13 @@ class Blocks:
         return BlockState
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        from setblock.vllm.adapter import weights_and_gate
+        from setblock.vllm.adapter import weights_and_adapter
 
         own: Any = self
         if adapter := getattr(own.config, "setblock", {}).get("adapter"):
-            weights, self.gate = weights_and_gate(self, adapter)
+            weights, self.gate, chain = weights_and_adapter(self, adapter)
+            # Not as a module of vLLM's, which would look for its weights in the checkpoint.
+            object.__setattr__(self, "chain", chain)
         return super().load_weights(weights)  # type: ignore[misc]
 
     def forward(self, *args: Any, **given: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a request may ask of the plugin, and how that reaches vLLM.
 
-Through SamplingParams.extra_args (over HTTP: vllm_xargs): mode, solver, block_size. Everything else
-is vLLM's own; what the plugin does not do is refused when the request comes.
+Through SamplingParams.extra_args (over HTTP: vllm_xargs): the names of OWN. Everything else is
+vLLM's own; what the plugin does not do is refused when the request comes.
 """
 
 import secrets
@@ -12,10 +12,12 @@ from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
-OWN = ("mode", "solver", "block_size")
+OWN = ("mode", "solver", "block_size", "draft", "lookup")
+DRAFTS = ("branches", "solver")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none
+BRANCHES = "setblock_branches"  # whether a request's drafts come from branches
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,16 @@ class Decoding:
     verified: the causal logits of a block's commit accept or cut it. Mode "ntp" is that with
     blocks of one token, which hold no draft.
     sampler: of any seed; each request has its own, see `seed_of`.
+    branches: the forward that verifies a draft makes the next one, see `state.BlockSampler`; the
+    solver is not asked then. lookup: copied tokens of a draft at most.
     """
 
     verified: bool
     solver: Solver
     block_size: int
     sampler: Sampler
+    branches: bool = False
+    lookup: int = 0
 
 
 def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
@@ -40,7 +46,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     Raises: ValueError naming what is not supported or out of range.
     """
     extra = dict(params.extra_args or {})
-    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED}):
+    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, BRANCHES}):
         raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
@@ -48,7 +54,8 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
-    size = extra.get("block_size", canvas)
+    branches, drafting = _drafts_of(extra, mode, defaults)
+    size = extra.get("block_size", min(drafting.get("block_size", canvas), canvas))
     if type(size) is not int or not 1 <= size <= canvas:
         raise ValueError(f"block_size must lie in 1..{canvas}, the server's, got {size!r}")
     _refuse(params)
@@ -59,7 +66,44 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         seed=params.seed or 0,
     )
     size = 1 if mode == "ntp" else size
-    return Decoding(mode != "sbd", parse(solver), size, replace(sampler, seed=0))
+    most = size - 1 if size > 1 else canvas - 1
+    if extra.get("lookup", 0) > most:
+        raise ValueError(
+            f"lookup must lie in 0..{most} with block_size {size}, got {extra['lookup']}"
+        )
+    lookup = min(drafting.get("lookup", 0), most)
+    own = parse(solver), size, replace(sampler, seed=0)
+    return Decoding(mode != "sbd", *own, branches, lookup)
+
+
+def _drafts_of(
+    extra: dict[str, Any], mode: str, defaults: dict[str, Any]
+) -> tuple[bool, dict[str, Any]]:
+    """(whether drafts come from branches, the checkpoint's settings of such drafts with what the
+    request asks for over them).
+
+    They do wherever they can, unless the request or whoever started the server named a solver: they
+    need a server that reads how many tokens a forward takes.
+    """
+    draft, lookup = extra.get("draft"), extra.get("lookup")
+    able = defaults.get("fused", False)
+    if draft not in (None, *DRAFTS):
+        raise ValueError(f"draft must be one of {', '.join(DRAFTS)}, got {draft!r}")
+    if draft is not None and mode != "verified":
+        raise ValueError(f"draft is for mode verified, got mode {mode}")
+    if draft == "branches" and not able:
+        raise ValueError("draft branches needs a server with --fused")
+    if draft == "branches" and "solver" in extra:
+        raise ValueError(f"solver is for draft solver, got {extra['solver']!r} and draft branches")
+    solver = "solver" in extra or defaults.get("draft") == "solver"
+    branches = draft == "branches" or (draft is None and mode == "verified" and able and not solver)
+    if lookup is None:
+        return branches, defaults.get("verified", {}) if branches else {}
+    if not branches:
+        raise ValueError("lookup is for mode verified with draft branches")
+    if type(lookup) is not int or lookup < 0:
+        raise ValueError(f"lookup must be an integer >= 0, got {lookup!r}")
+    return branches, {**defaults.get("verified", {}), "lookup": lookup}
 
 
 def seed_of(params: Any) -> int:
@@ -70,6 +114,11 @@ def seed_of(params: Any) -> int:
 def width_of(params: Any, served: int) -> int:
     """The block size of a request that was accepted; `served`, the server's, of any other."""
     return int((getattr(params, "extra_args", None) or {}).get(WIDTH, served))
+
+
+def drafts_by_branches(params: Any) -> bool:
+    """Whether a request that was accepted has its drafts from branches."""
+    return (getattr(params, "extra_args", None) or {}).get(BRANCHES, False)
 
 
 def ends_of(params: Any) -> set[int]:
@@ -117,7 +166,7 @@ def install() -> None:
             )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
-        own = {WIDTH: found.block_size, SEED: secrets.randbits(63)}
+        own = {WIDTH: found.block_size, SEED: secrets.randbits(63), BRANCHES: found.branches}
         self.extra_args = {**(self.extra_args or {}), **own}
 
     validate.of_setblock = True  # type: ignore[attr-defined]
@@ -128,3 +177,15 @@ def settings_of(model_config: Any) -> dict[str, Any]:
     """The checkpoint's own settings (mask token, mode, solver), and over them the server's."""
     own = (model_config.try_get_generation_config() or {}).get("setblock", {})
     return {**own, **getattr(model_config.hf_config, "setblock", {})}
+
+
+def mask_of(model_config: Any) -> int:
+    """The mask token. Raises: ValueError if the checkpoint names none."""
+    mask = settings_of(model_config).get("mask_token_id", None)
+    mask = getattr(model_config.hf_config, "mask_token_id", mask)
+    if mask is None:
+        raise ValueError(
+            "the checkpoint names no mask token: export it with setblock, or give "
+            "--hf-overrides '{\"mask_token_id\": N}'"
+        )
+    return mask

@@ -3,7 +3,7 @@
 from typing import Any
 
 from setblock.vllm.adaptive import Widths
-from setblock.vllm.requests import settings_of, width_of
+from setblock.vllm.requests import drafts_by_branches, mask_of, settings_of, width_of
 
 
 def scheduler(**given: Any) -> Any:
@@ -25,7 +25,7 @@ def scheduler(**given: Any) -> Any:
     if settings.get("adaptive", False):
         widest = made.num_spec_tokens
         made.widths = Widths(sorted({1, max(widest // 4, 1), max(widest // 2, 1), widest}))
-    made.fused = fused
+    made.fused, made.mask = fused, mask_of(config.model_config)
     return made
 
 
@@ -34,12 +34,14 @@ class Blocks:
 
     widths: chooses how much of each block is scheduled; None is all.
     fused: the worker says how many tokens each request's next forward takes.
+    mask: the mask token.
     """
 
     running: list[Any]
     num_spec_tokens: int
     widths: Widths | None = None
     fused: bool = False
+    mask: int | None = None
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -54,7 +56,11 @@ class Blocks:
             ]
             width = self.widths.choose(len(own), sum(one > 1 for one in own))
             for request in self.running:
-                request.spec_token_ids = request.spec_token_ids[:width]
+                ids, masked = request.spec_token_ids, 0
+                if len(ids) > width and drafts_by_branches(request.sampling_params):
+                    # What is cut off is the next draft, and no part of one is of use.
+                    masked = len(ids) - ids.index(self.mask) if self.mask in ids else 0
+                request.spec_token_ids = ids[: min(width, len(ids) - masked)]
         return super().schedule(*words, **given)  # type: ignore[misc]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

@@ -1,0 +1,331 @@
+"""The step that moves vLLM's requests on, from the logits of their forwards: see `state`."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingImports]
+    SamplerOutput,
+)
+
+from setblock.chain import joined
+from setblock.solvers import Predictions
+from setblock.verified import SURE, WORTH
+from setblock.vllm.copies import looked_up
+from setblock.vllm.requests import Decoding
+
+NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+# Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
+# vLLM, which measures a step without them, leaves them a share of the memory that does not grow.
+MOST_LOGITS = 2**26
+# Probability of a drafted token from which on the next draft begins behind it, and not before. With
+# t tokens of that draft accepted where it is met this pays from t / (1 + t) on.
+LIKELY = 0.4
+
+
+class BlockSampler:
+    """Moves the requests of a step on, from the logits of their forwards."""
+
+    penalties_state = NO_PENALTIES
+
+    def __init__(self, state: Any, req_states: Any) -> None:
+        self.state, self.req_states = state, req_states
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """The state has read them."""
+
+    def apply_staged_writes(self) -> None:
+        """There are none."""
+
+    def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Any = None) -> Any:
+        state, count = self.state, input_batch.num_reqs
+        input_batch.has_structured_output_reqs |= state.fused  # then the scheduler reads drafts
+        num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
+        slots = input_batch.idx_mapping_np[:count]
+        sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
+        num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        # Rejected are all tokens of a forward that leaves nothing in the cache.
+        rejected = state.sent(num_logits.astype(np.int32))
+        self._begin(input_batch, np.flatnonzero(num_logits == 0))
+        ahead = state.ahead(input_batch)
+        # Without a kind are requests that vLLM makes up to measure a step.
+        kinds = np.where(num_logits > 0, state.kind[slots], -1)
+        for kind in np.unique(kinds[kinds >= 0]):
+            how, places = state.kinds[kind], np.flatnonzero(kinds == kind)
+            if how.branches:
+                most = max(MOST_LOGITS // (logits.shape[-1] * 2 * state.canvas), 1)
+                for some in np.split(places, range(most, len(places), most)):
+                    self._redraft(how, some, ahead, logits, input_batch, sampled, num_sampled)
+                continue
+            # A block that vLLM's budget cut short is forwarded again; one at the model's last
+            # positions is as short as they are.
+            room = state.max_model_len - input_batch.num_computed_tokens_np[places]
+            widths = np.minimum(num_logits[places], how.block_size)
+            whole = state.adaptive | (widths == np.minimum(how.block_size, room))
+            both = ahead[places] > 0
+            for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
+                alike = places[whole & (widths == width) & (both == fused)]
+                most = max(MOST_LOGITS // (logits.shape[-1] * width * (1 + fused)), 1)
+                for some in np.split(alike, range(most, len(alike), most)):
+                    self._move_on(
+                        how, width, fused, some, logits, input_batch, sampled, num_sampled
+                    )
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=num_sampled,
+            num_rejected=rejected - num_sampled,
+        )
+
+    def _begin(self, input_batch: Any, places: np.ndarray) -> None:
+        """The first block of the requests whose prompt is encoded now."""
+        state = self.state
+        ends = input_batch.num_computed_tokens_np[places] + input_batch.num_scheduled_tokens[places]
+        slots = input_batch.idx_mapping_np[places]
+        whole = (state.kind[slots] >= 0) & (ends >= input_batch.prefill_len_np[places])
+        places, slots, ends = places[whole], slots[whole], ends[whole]
+        for kind in np.unique(state.kind[slots]):
+            how, some = state.kinds[kind], np.flatnonzero(state.kind[slots] == kind)
+            seeded, sampler, width = how.verified or state.adaptive, how.sampler, how.block_size
+            rows = state.sent(slots[some].astype(np.int64))
+            begins = state.sent(ends[some].astype(np.int64))
+            state.prompted[rows] = True
+            first = torch.full_like(rows, state.mask_token_id)
+            if seeded:
+                last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
+                hidden = state.model.last_hidden[state.sent(last)]
+                logits = self._clean(state.model.compute_logits(hidden))
+                noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
+                first = sampler.pick(logits[:, None], *noise)[:, 0]
+            blocks = self._new_blocks(first)
+            if how.branches:
+                text = self._text(rows, int(ends[some].max()), begins, first[:, None])
+                chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
+                self._keep_likely(how, rows, blocks, chance, begins, text)
+            else:
+                self._keep(rows, blocks, width, begins)
+
+    def _move_on(
+        self, how: Decoding, width: int, fused: bool, places: np.ndarray, logits: Tensor,
+        input_batch: Any, sampled: Tensor, num_sampled: Tensor,
+    ) -> None:  # fmt: skip
+        """Requests that decode alike, all with `width` tokens of their block in this forward.
+
+        fused: and behind them as many of the next block.
+        """
+        state = self.state
+        begins = input_batch.cu_num_logits_np[places]
+        index = state.sent(begins[:, None] + np.arange(2 * width if fused else width))
+        scores, *ahead = self._clean(logits[index]).split(width, dim=1)
+        places_on = state.sent(places.astype(np.int64))
+        slots = input_batch.idx_mapping[places_on].long()
+        offset = torch.arange(width, device=logits.device)
+        starts = input_batch.positions[input_batch.query_start_loc[places_on].long()].long()
+        position = starts[:, None] + offset
+        block = state.block[slots, :width]
+        causal = state.causal[places_on].bool()
+        rows, seeds = state.row.expand(len(places)), state.seeds[slots]
+        # A slot of a block predicts itself, the last committed token the one behind it; in verified
+        # decoding every committed one does.
+        seeded = how.verified or state.adaptive
+        predicted = position + (causal & seeded).long()[:, None]
+        chosen = how.sampler.pick(scores, rows, predicted, seeds)
+        open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
+        if width > 1 or not seeded:
+            reveal = how.solver.reveal(Predictions(scores), open_slots) & open_slots
+            drafted = torch.where(reveal, chosen, block)
+        else:  # the one token is known
+            drafted = block
+
+        if how.verified:
+            known = block[:, 1:] != state.mask_token_id
+            agree = (chosen[:, :-1] == block[:, 1:]) & known
+            emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
+        else:
+            emitted = torch.full_like(slots, width)
+        if seeded:
+            first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
+        else:
+            first = torch.full_like(slots, state.mask_token_id)
+        answer = self._answer(block, slots, position)
+        num_sampled[places_on] = torch.where(causal, torch.minimum(emitted, answer), 0).int()
+        sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
+        # A committed block makes room for the next; another goes on, or to its commit.
+        blocks = self._new_blocks(first)
+        fresh = blocks[:, :width]
+        if fused:  # which was begun behind the whole block: another start has another future
+            begun = state.open_slots(fresh, slots, starts + width)
+            begun &= how.solver.reveal(Predictions(ahead[0]), begun) & (emitted == width)[:, None]
+            guess = how.sampler.pick(ahead[0], rows, position + width, seeds)
+            fresh = torch.where(begun, guess, fresh)
+        blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
+        self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
+
+    def _redraft(
+        self, how: Decoding, places: np.ndarray, ahead: np.ndarray, logits: Tensor,
+        input_batch: Any, sampled: Tensor, num_sampled: Tensor,
+    ) -> None:  # fmt: skip
+        """Requests that decode alike, drafts from branches: each verifies the tokens of its block
+        and, where `ahead` tells of masks behind them, has its next draft from these.
+        """
+        state, size = self.state, how.block_size
+        begins = input_batch.cu_num_logits_np[places]
+        width = input_batch.cu_num_logits_np[places + 1] - begins - ahead[places]
+        longest = int(width.max())
+        index = begins[:, None] + np.minimum(np.arange(longest), width[:, None] - 1)
+        scores = self._clean(logits[state.sent(index)])
+        places_on, widths = state.sent(places.astype(np.int64)), state.sent(width.astype(np.int64))
+        slots = input_batch.idx_mapping[places_on].long()
+        starts = input_batch.positions[input_batch.query_start_loc[places_on].long()].long()
+        offset = torch.arange(longest, device=logits.device)
+        position = starts[:, None] + offset
+        block = state.block[slots, :longest]
+        rows, seeds = state.row.expand(len(places)), state.seeds[slots]
+        chosen = how.sampler.pick(scores, rows, position + 1, seeds)
+        agree = (chosen[:, :-1] == block[:, 1:]) & (offset[1:] < widths[:, None])
+        emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
+        first = chosen.gather(1, emitted[:, None] - 1)
+        answer = self._answer(block, slots, position)
+        num_sampled[places_on] = torch.minimum(emitted, answer).int()
+        sampled[places_on, :longest] = block.int()
+
+        blocks = self._new_blocks(first[:, 0])
+        chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
+        if (drafting := np.flatnonzero(ahead[places])).size:
+            behind = width[drafting, None] + np.arange(1, size)
+            at = state.sent(input_batch.query_start_loc_np[places[drafting], None] + behind)
+            guesses = self._clean(logits[state.sent(begins[drafting, None] + behind)])
+            some = state.sent(drafting)
+            there = starts[some, None] + state.sent(behind)
+            drafted, right = self._drafted(how, guesses, at, first[some, 0], there, seeds[some])
+            blocks[some, 1:size] = drafted
+            # Behind other tokens than these the text goes on in another way.
+            chance[some, : size - 1] = right * (emitted == widths)[some, None]
+        text = self._text(
+            slots, int(input_batch.num_computed_tokens_np[places].max()), starts, block
+        )
+        text.scatter_(1, (starts + emitted)[:, None], first)
+        self._keep_likely(how, slots, blocks, chance, starts + emitted, text)
+
+    def _drafted(
+        self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
+        seeds: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(the tokens of the slots with these logits, their probabilities), by the model's chain if
+        it has one.
+
+        at: where the slots are among the tokens of the step. first: the token before them.
+        """
+        model, ids = self.state.model, None
+        rows = self.state.row.expand(len(first))
+        if model.chain is not None:
+
+            def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
+                here = places[:, slot : slot + 1]
+                return how.sampler.pick(scores, rows, here, seeds, ids=ids)
+
+            context = model.chain.context(model.last_hidden[at])
+            logits, ids = joined(
+                model.chain, model.model.embed_tokens, logits, context, first, pick
+            )
+        drafted = how.sampler.pick(logits, rows, places, seeds, ids=ids)
+        known = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
+        return drafted, logits.softmax(dim=-1).gather(-1, known[..., None])[..., 0]
+
+    def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
+        """How many tokens of a block may belong to the answer: vLLM would cut it behind its end
+        itself, but count what it cut.
+        """
+        state = self.state
+        going = ~state.ends(block, slots) & (position < state.limit[slots][:, None] - 1)
+        return 1 + going[:, :-1].long().cumprod(dim=1).sum(dim=1)
+
+    def _text(self, slots: Tensor, longest: int, starts: Tensor, block: Tensor) -> Tensor:
+        """The texts of these requests, with these tokens from `starts`, at most `longest`, on."""
+        text = self.req_states.all_token_ids.gpu[slots, : longest + 1].long()
+        text = torch.nn.functional.pad(text, (0, self.state.canvas))
+        offset = torch.arange(block.shape[1], device=text.device)
+        return text.scatter(1, starts[:, None] + offset, block)
+
+    def _new_blocks(self, first: Tensor) -> Tensor:
+        """Blocks of masks but for the first token where it is known."""
+        blocks = torch.full_like(first, self.state.mask_token_id)[:, None]
+        blocks = blocks.repeat(1, self.state.canvas)
+        blocks[:, 0] = first
+        return blocks
+
+    def _keep(self, slots: Tensor, blocks: Tensor, width: int, first: Tensor) -> None:
+        """Make these the blocks of the next forwards, `width` tokens each, from `first` on.
+
+        Fused, the scheduler reads how many tokens that forward takes: those before the first -1.
+        One that commits a block takes the next one along, if there is to be one and room for it.
+        """
+        state, drafts = self.state, self.req_states.draft_tokens
+        state.block[slots] = blocks
+        if not state.fused:
+            drafts[slots] = blocks.to(drafts.dtype)
+            return
+        block = blocks[:, :width]
+        behind = first + width
+        both = ~state.open_slots(block, slots, first).any(dim=1) & (width > 1)
+        both &= ~state.ends(block, slots).any(dim=1) & (behind < state.limit[slots])
+        both &= behind + width <= state.max_model_len
+        rows = torch.full(
+            (len(slots), drafts.shape[1]), -1, dtype=drafts.dtype, device=state.device
+        )
+        rows[:, :width] = block
+        rows[:, width : 2 * width] = torch.where(both, state.mask_token_id, -1)[:, None]
+        drafts[slots] = rows
+
+    def _keep_likely(
+        self, how: Decoding, slots: Tensor, blocks: Tensor, chance: Tensor, first: Tensor,
+        text: Tensor,
+    ) -> None:  # fmt: skip
+        """Make these the blocks of the next forwards, as far as their drafts are probably right, or
+        what followed the text's last tokens before if that promises more; masks stand behind them
+        if there is to be another draft.
+
+        chance: of each token behind the first, 0 where there is none. first: position of the first.
+        text: what is known of each text, up to there.
+        """
+        state, drafts = self.state, self.req_states.draft_tokens
+        likely = (chance >= LIKELY).long().cumprod(dim=1).sum(dim=1)
+        sure = torch.zeros_like(slots, dtype=torch.bool)
+        if how.lookup:
+            copied, run = looked_up(text, first + 1, how.lookup)
+            run = run[:, None] + torch.arange(how.lookup, device=run.device)
+            guess = torch.where(run[:, :1] > 0, run / (run + 2), 0)
+            reached = guess.cumprod(dim=1)
+            better = reached.sum(dim=1) > chance.cumprod(dim=1).sum(dim=1)
+            sure = better & (guess[:, 0] >= SURE)
+            there = slice(1, 1 + how.lookup)
+            blocks[:, there] = torch.where(better[:, None], copied, blocks[:, there])
+            likely = torch.where(better, (reached >= WORTH).sum(dim=1), likely)
+        ends = state.ends(blocks, slots).long()
+        useful = (ends.cumsum(dim=1) - ends == 0)[:, 1:].sum(dim=1)  # an end itself is
+        limit = state.limit[slots]
+        room = limit.clamp(max=state.max_model_len) - first - 1
+        count = torch.minimum(torch.minimum(likely, useful), room).clamp(min=0)
+        offset = torch.arange(drafts.shape[1], device=drafts.device)
+        held = offset <= count[:, None]
+        state.block[slots] = torch.where(held[:, : state.canvas], blocks, state.mask_token_id)
+        # Nothing is drafted behind a copy that is sure to be followed by another.
+        behind, size = first + count + 1, how.block_size
+        goes_on = ~sure & ~(ends.bool() & held[:, : state.canvas]).any(dim=1) & (size > 1)
+        goes_on &= (behind + 1 < limit) & (behind + size <= state.max_model_len)
+        masks = (offset <= count[:, None] + size) & goes_on[:, None]
+        rows = torch.where(masks, state.mask_token_id, -1)
+        wide = torch.nn.functional.pad(blocks, (0, rows.shape[1] - state.canvas))
+        drafts[slots] = torch.where(held, wide, rows).to(drafts.dtype)
+
+    def _clean(self, logits: Tensor) -> Tensor:
+        """In float32, the mask token's own at -inf: it is never said.
+
+        Effects: on logits that are float32 already.
+        """
+        logits = logits.float()
+        logits[..., self.state.mask_token_id] = -torch.inf
+        return logits

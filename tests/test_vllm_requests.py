@@ -1,0 +1,104 @@
+"""What a request to the vLLM plugin may ask of its drafts, and the copies among them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from setblock import verified
+from setblock.vllm.copies import looked_up
+from setblock.vllm.requests import decoding_of, mask_of
+
+CANVAS = 8
+FUSED = {"fused": True, "mode": "verified", "verified": {"lookup": 5}}
+
+
+def params(**extra: Any) -> Any:
+    """Sampling parameters of vLLM's that ask for nothing but these."""
+    return SimpleNamespace(
+        extra_args=extra, temperature=0.0, top_p=1.0, top_k=0, seed=None, ignore_eos=False,
+        all_stop_token_ids={2}, stop_token_ids=[], n=1, min_p=0.0, min_tokens=0, logit_bias=None,
+        bad_words=None, allowed_token_ids=None, presence_penalty=0.0, frequency_penalty=0.0,
+        repetition_penalty=1.0, logprobs=None, prompt_logprobs=None, logprob_token_ids=None,
+        structured_outputs=None, repetition_detection=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "defaults", "branches", "size", "lookup"),
+    [
+        ({}, FUSED, True, 8, 5),
+        ({}, {**FUSED, "adaptive": True}, True, 8, 5),
+        ({}, {**FUSED, "verified": {}}, True, 8, 0),
+        ({}, {**FUSED, "verified": {"block_size": 3, "lookup": 5}}, True, 3, 2),
+        ({}, {**FUSED, "verified": {"block_size": 99}}, True, 8, 0),
+        ({}, {**FUSED, "verified": {"block_size": 1, "lookup": 9}}, True, 1, 7),
+        ({"block_size": 4}, FUSED, True, 4, 3),
+        ({"block_size": 1}, FUSED, True, 1, 5),
+        ({"draft": "branches", "lookup": 0}, FUSED, True, 8, 0),
+        ({"lookup": 7}, FUSED, True, 8, 7),
+        ({"draft": "solver"}, FUSED, False, 8, 0),
+        ({"solver": "entropy:inf"}, FUSED, False, 8, 0),
+        ({"mode": "sbd"}, FUSED, False, 8, 0),
+        ({"mode": "ntp"}, FUSED, False, 1, 0),
+        ({}, {**FUSED, "fused": False}, False, 8, 0),
+        ({"mode": "verified"}, {}, False, 8, 0),
+        ({}, {**FUSED, "draft": "solver"}, False, 8, 0),
+        ({"draft": "branches"}, {**FUSED, "draft": "solver"}, True, 8, 5),
+    ],
+)
+def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
+    found = decoding_of(params(**extra), defaults, CANVAS)
+    assert (found.branches, found.block_size, found.lookup) == (branches, size, lookup)
+
+
+@pytest.mark.parametrize(
+    ("extra", "defaults", "message"),
+    [
+        ({"draft": "best"}, FUSED, "draft must be one of branches, solver, got 'best'"),
+        ({"draft": "branches"}, {"mode": "verified"}, "needs a server with --fused"),
+        ({"draft": "solver", "mode": "sbd"}, FUSED, "draft is for mode verified, got mode sbd"),
+        ({"draft": "branches", "mode": "ntp"}, FUSED, "draft is for mode verified, got mode ntp"),
+        ({"draft": "branches", "solver": "fixed:2"}, FUSED, "solver is for draft solver, got 'fix"),
+        ({"lookup": 2, "draft": "solver"}, FUSED, "lookup is for mode verified with draft branch"),
+        ({"lookup": 2, "mode": "sbd"}, FUSED, "lookup is for mode verified with draft branches"),
+        ({"lookup": 2}, {"mode": "verified"}, "lookup is for mode verified with draft branches"),
+        ({"lookup": -1}, FUSED, "lookup must be an integer >= 0, got -1"),
+        ({"lookup": 2.0}, FUSED, "lookup must be an integer >= 0, got 2.0"),
+        ({"lookup": "2"}, FUSED, "lookup must be an integer >= 0, got '2'"),
+        ({"lookup": 8}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got 8"),
+        ({"lookup": 3, "block_size": 3}, FUSED, r"must lie in 0\.\.2 with block_size 3, got 3"),
+        ({"seeds": 1}, FUSED, "seeds is not one of mode, solver, block_size, draft, lookup"),
+    ],
+)
+def test_what_no_draft_can_be_is_named(extra, defaults, message):
+    with pytest.raises(ValueError, match=message):
+        decoding_of(params(**extra), defaults, CANVAS)
+
+
+def test_a_checkpoint_without_a_mask_token():
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(), try_get_generation_config=lambda: {"setblock": {}}
+    )
+    with pytest.raises(ValueError, match="names no mask token: export it"):
+        mask_of(config)
+    config.try_get_generation_config = lambda: {"setblock": {"mask_token_id": 7}}
+    assert mask_of(config) == 7
+    config.hf_config.mask_token_id = 9
+    assert mask_of(config) == 9
+
+
+@pytest.mark.parametrize("words", [1, 2, 3, 20])
+def test_copies_are_those_of_verified_decoding(words):
+    """Of texts that repeat themselves much and little; what stands behind their ends is not read."""
+    draw = np.random.default_rng(words)
+    for length in (1, 2, 3, 9, 40, 100):
+        tokens = draw.integers(words, size=(7, length))
+        end = draw.integers(1, length + 1, size=7)
+        copied, run = looked_up(torch.from_numpy(tokens), torch.from_numpy(end), 5)
+        theirs, matched = verified.looked_up(tokens, end, 5)
+        assert run.tolist() == matched.tolist()
+        assert copied[run > 0].tolist() == theirs[matched > 0].tolist()
+        assert words > 2 or length < 9 or run.max() > 2
