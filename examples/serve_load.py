@@ -3,13 +3,15 @@
     setblock serve nano --engine vllm &
     python examples/serve_load.py --url http://127.0.0.1:8000/v1 --out runs/load.json
 
-Every mode answers the same problems of the bundled model at every concurrency, in turns; ratios are
-to mode "ntp" of the same round. A share of the requests is left in the middle, as clients do. What
-vLLM's own counters say before and after stands beside.
+Every mode answers the same questions (problems of the bundled model, or those of a file) at every
+concurrency, in turns; ratios are to the first mode in the same round, and so is the share of
+answers that are the same. A share of the requests is left in the middle, as clients do. What vLLM's
+own counters say before and after stands beside.
 """
 
 import asyncio
 import itertools
+import json
 import re
 import statistics
 import time
@@ -25,14 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 from setblock import nano, records
+from setblock.tasks import read_rows
 
 console = Console(stderr=True)
 
 
 @dataclass
 class Answer:
-    """One request: seconds to the first text and between texts, and tokens; left: by the client."""
+    """One request: its text, seconds to the first of it and between pieces, and tokens; left: by
+    the client.
+    """
 
+    text: str = ""
     first_s: float = 0.0
     gaps_s: tuple[float, ...] = ()
     tokens: int = 0
@@ -40,15 +46,15 @@ class Answer:
 
 
 async def ask(
-    client: AsyncOpenAI, model: str, question: str, own: dict[str, Any], leave: bool
+    client: AsyncOpenAI, model: str, question: str, most: int, own: dict[str, Any], leave: bool
 ) -> Answer:
-    """The answer as it streams in; `leave` hangs up behind the first text."""
-    begin, times, tokens = time.perf_counter(), [], 0
+    """The answer as it streams in, `most` tokens of it; `leave` hangs up behind the first text."""
+    begin, times, pieces, tokens = time.perf_counter(), [], [], 0
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
         temperature=0.0,
-        max_tokens=200,
+        max_tokens=most,
         stream=True,
         stream_options={"include_usage": True},
         extra_body=own,
@@ -58,17 +64,19 @@ async def ask(
             tokens = chunk.usage.completion_tokens
         if chunk.choices and chunk.choices[0].delta.content:
             times.append(time.perf_counter())
+            pieces.append(chunk.choices[0].delta.content)
             if leave:
                 await stream.close()
                 return Answer(left=True)
     gaps = tuple(b - a for a, b in itertools.pairwise(times))
-    return Answer(times[0] - begin if times else 0.0, gaps, tokens)
+    return Answer("".join(pieces), times[0] - begin if times else 0.0, gaps, tokens)
 
 
 async def round_of(
     client: AsyncOpenAI,
     model: str,
     questions: list[str],
+    most: int,
     concurrency: int,
     own: dict[str, Any],
     leave_every: int,
@@ -79,7 +87,7 @@ async def round_of(
     async def one(number: int, question: str) -> Answer:
         async with gate:
             leave = bool(leave_every) and number % leave_every == leave_every - 1
-            return await ask(client, model, question, own, leave)
+            return await ask(client, model, question, most, own, leave)
 
     begin = time.perf_counter()
     answers = await asyncio.gather(*(one(*pair) for pair in enumerate(questions)))
@@ -135,6 +143,13 @@ def line_of(seconds: float, answers: list[Answer]) -> dict[str, Any]:
     }
 
 
+def problems_of_nano(count: int) -> list[str]:
+    """Of all families, in turns."""
+    each = -(-count // len(nano.FAMILIES))
+    families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
+    return [one.prompt for some in zip(*families, strict=True) for one in some][:count]
+
+
 def _at(values: list[float], share: float) -> float | None:
     return values[min(int(share * len(values)), len(values) - 1)] if values else None
 
@@ -154,27 +169,31 @@ async def measure(
     model: str,
     modes: list[str],
     sizes: list[int],
-    requests: int,
+    questions: list[str],
+    most: int,
     repeats: int,
     leave_every: int,
     extra: bool,
     server_pid: int | None,
 ) -> list[dict[str, Any]]:
     """A line for each mode and concurrency: medians over the rounds, the first left out."""
-    each = -(-requests // len(nano.FAMILIES))
-    families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
-    questions = [one.prompt for some in zip(*families, strict=True) for one in some][:requests]
     lines = []
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
         for size in sizes:
             found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
             for repeat in range(repeats + 1):
+                texts: list[str] = []  # of the first mode
                 for mode in modes:
-                    own = {"vllm_xargs": {"mode": mode}} if extra else {"mode": mode}
+                    own = json.loads(mode) if mode.startswith("{") else {"mode": mode}
+                    own = {"vllm_xargs": own} if extra else own
                     every = leave_every if repeat else 0
                     asked = questions if repeat else questions[: 2 * size]
                     before = at_rest(url, server_pid)
-                    line = line_of(*await round_of(client, model, asked, size, own, every))
+                    seconds, answers = await round_of(client, model, asked, most, size, own, every)
+                    line = line_of(seconds, answers)
+                    texts = texts or [one.text for one in answers]
+                    pairs = zip(answers, texts, strict=True)
+                    line["same"] = sum(one.text == text for one, text in pairs if not one.left)
                     after = at_rest(url, server_pid)
                     line |= {"before": before, "after": after, "tokens_per_forward": None}
                     if steps := after.get("forwards", 0) - before.get("forwards", 0):
@@ -216,12 +235,21 @@ def main(
     url: Annotated[str, typer.Option(help="The server's, with /v1.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(help="The name it is served by.")] = "nano",
     mode: Annotated[
-        list[str] | None, typer.Option(help="Again for more; ratios are to the first.")
+        list[str] | None,
+        typer.Option(
+            help="Or fields of a request as JSON, mode among them. Again for more; ratios are to "
+            "the first."
+        ),
     ] = None,
     concurrency: Annotated[
         list[int] | None, typer.Option(help="Again for more. Default: 1, 4, 16 and 64.")
     ] = None,
     requests: Annotated[int, typer.Option(help="Of each round.")] = 64,
+    data: Annotated[
+        Path | None, typer.Option(help="Rows with the questions. Default: nano's problems.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="The column that holds them.")] = "question",
+    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 200,
     repeats: Annotated[int, typer.Option(help="Rounds, after one that warms up.")] = 3,
     leave_every: Annotated[
         int, typer.Option(help="Every so many requests one is left in the middle; 0 is none.")
@@ -235,17 +263,21 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
     """Ask a server under every mode and concurrency."""
+    if data is None:
+        questions = problems_of_nano(requests)
+    else:
+        questions = [row[field] for row in read_rows(data).rows][:requests]
     record = records.new_record()
     record["results"] = asyncio.run(
         measure(
             url, model, mode or ["ntp", "sbd", "verified"], concurrency or [1, 4, 16, 64],
-            requests, repeats, leave_every, not transformers, server_pid,
+            questions, max_tokens, repeats, leave_every, not transformers, server_pid,
         )
     )  # fmt: skip
     if out is not None:
         records.save_record(record, out)
     shown = Table(title=f"{model} at {url}; ratios to the first mode")
-    names = ("tokens/s", "ratio", "per forward", "first text", "between texts", "lost")
+    names = ("tokens/s", "ratio", "per forward", "first text", "between texts", "same", "lost")
     for name in ("mode", "at once", *names):
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for line in record["results"]:
@@ -256,7 +288,7 @@ def main(
         shown.add_row(
             line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
             f"{line['throughput_ratio']:.2f}x", _rate(line["tokens_per_forward"]),
-            *waits, str(line["lost"]),
+            *waits, str(line["same"]), str(line["lost"]),
         )  # fmt: skip
     Console().print(shown)
 

@@ -75,6 +75,23 @@ def test_the_load_example(address, tmp_path):
         assert line["first_text_s"][0] <= line["first_text_s"][1]
     assert lines[0]["throughput_ratio"] == 1
     assert lines[0]["tokens"] == lines[1]["tokens"], "verified says what ntp says"
+    assert [line["same"] for line in lines] == [4, 4]
+
+
+def test_the_load_example_with_questions_of_ones_own(address, tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "serve_load.py"
+    rows = [{"problem": "What is 47 + 85?"}, {"problem": "What is 384 + 967?"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    way = json.dumps({"mode": "verified", "block_size": 4})
+    words = ["--url", f"{address}/v1", "--data", str(tmp_path / "rows.jsonl"), "--field", "problem"]
+    words += ["--max-tokens", "9", "--mode", "ntp", "--mode", way, "--concurrency", "1"]
+    words += ["--repeats", "1", "--transformers", "--out", str(tmp_path / "load.json")]
+    subprocess.run([sys.executable, str(script), *words], check=True, capture_output=True)
+    lines = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert [line["mode"] for line in lines] == ["ntp", way]
+    for line in lines:
+        assert (line["requests"], line["same"]) == (2, 2)
+        assert 2 <= line["tokens"] <= 18
 
 
 def test_the_command_serves_until_it_is_told_to_stop(trained):

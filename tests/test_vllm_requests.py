@@ -92,7 +92,7 @@ def test_a_checkpoint_without_a_mask_token():
 
 @pytest.mark.parametrize("words", [1, 2, 3, 20])
 def test_copies_are_those_of_verified_decoding(words):
-    """Of texts that repeat themselves much and little; what stands behind their ends is not read."""
+    """Of texts that repeat themselves much and little. Nothing behind their ends is read."""
     draw = np.random.default_rng(words)
     for length in (1, 2, 3, 9, 40, 100):
         tokens = draw.integers(words, size=(7, length))
