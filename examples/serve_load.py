@@ -160,6 +160,11 @@ def _ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
+def _label(mode: str) -> str:
+    """A mode for the table, fields as words."""
+    return re.sub(r'[{}":,]', "", mode).removeprefix("mode ")
+
+
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -227,7 +232,9 @@ async def measure(
                         "after_each_round": [one["after"] for one in rounds],
                     }
                 )  # fmt: skip
-                console.print(f"{mode} at {size}: {middle['tokens_per_second']:.0f} tokens/s")
+                console.print(
+                    f"{_label(mode)} at {size}: {middle['tokens_per_second']:.0f} tokens/s"
+                )
     return lines
 
 
@@ -286,7 +293,7 @@ def main(
             for name in ("first_text", "between_texts")
         ]
         shown.add_row(
-            line["mode"], str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
+            _label(line["mode"]), str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
             f"{line['throughput_ratio']:.2f}x", _rate(line["tokens_per_forward"]),
             *waits, str(line["same"]), str(line["lost"]),
         )  # fmt: skip
