@@ -1,8 +1,13 @@
 """The choice of a block's width under load, against servers made up: a clock and a yield each."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from setblock.vllm.adaptive import STEPS, TRIALS, Widths
+from setblock.vllm.requests import BRANCHES, WIDTH
+from setblock.vllm.scheduler import Blocks
 
 WIDTHS = (1, 4, 8, 16)
 
@@ -135,3 +140,37 @@ def test_a_new_load_goes_by_the_nearest_one():
     widths.clock = lambda: between.now
     between.run(widths, STEPS)
     assert set(between.used) == {1}
+
+
+@pytest.mark.parametrize(
+    ("width", "branches", "ids", "kept"),
+    [
+        (8, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3, 3]),
+        (7, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
+        (2, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6]),
+        (1, True, [5, 3, 3, 3, 3], [5]),
+        (2, True, [5, 6, 7], [5, 6]),
+        (4, False, [5, 3, 3, 3, 3, 3, 3, 3], [5, 3, 3, 3]),
+    ],
+)
+def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
+    """A part of a block; of drafts from branches no mask if not all of them."""
+
+    class Theirs:
+        num_spec_tokens = 16
+
+        def __init__(self) -> None:
+            extra = {WIDTH: 5, BRANCHES: branches}
+            params = SimpleNamespace(extra_args=extra)
+            self.running = [SimpleNamespace(sampling_params=params, spec_token_ids=ids)]
+
+        def schedule(self) -> Any:
+            return self.running[0].spec_token_ids
+
+    class Scheduler(Blocks, Theirs):
+        pass
+
+    scheduler: Any = Scheduler()
+    scheduler.mask = 3
+    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: width)
+    assert scheduler.schedule() == kept

@@ -58,16 +58,31 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
     ("extra", "defaults", "message"),
     [
         ({"draft": "best"}, FUSED, "draft must be one of branches, solver, got 'best'"),
-        ({"draft": "branches"}, {"mode": "verified"}, "needs a server with --fused"),
-        ({"draft": "solver", "mode": "sbd"}, FUSED, "draft is for mode verified, got mode sbd"),
-        ({"draft": "branches", "mode": "ntp"}, FUSED, "draft is for mode verified, got mode ntp"),
+        (
+            {"draft": "branches"},
+            {"mode": "verified"},
+            "must be solver on a server without --fused, got branches",
+        ),
+        (
+            {"draft": "solver", "mode": "sbd"},
+            FUSED,
+            "draft is for mode verified, got solver with mode sbd",
+        ),
+        (
+            {"draft": "branches", "mode": "ntp"},
+            FUSED,
+            "draft is for mode verified, got branches with mod",
+        ),
         ({"draft": "branches", "solver": "fixed:2"}, FUSED, "solver is for draft solver, got 'fix"),
-        ({"lookup": 2, "draft": "solver"}, FUSED, "lookup is for mode verified with draft branch"),
-        ({"lookup": 2, "mode": "sbd"}, FUSED, "lookup is for mode verified with draft branches"),
+        ({"draft": None}, FUSED, "draft must be one of branches, solver, got None"),
+        ({"lookup": 2, "draft": "solver"}, FUSED, "got 2 with mode verified and draft solver"),
+        ({"lookup": 2, "solver": "fixed:2"}, FUSED, "got 2 with mode verified and draft solver"),
+        ({"lookup": 2, "mode": "sbd"}, FUSED, r"\(on a server with --fused\), got 2 with mode sbd"),
         ({"lookup": 2}, {"mode": "verified"}, "lookup is for mode verified with draft branches"),
-        ({"lookup": -1}, FUSED, "lookup must be an integer >= 0, got -1"),
-        ({"lookup": 2.0}, FUSED, "lookup must be an integer >= 0, got 2.0"),
-        ({"lookup": "2"}, FUSED, "lookup must be an integer >= 0, got '2'"),
+        ({"lookup": -1}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got -1"),
+        ({"lookup": 2.0}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got 2\.0"),
+        ({"lookup": "2"}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got '2'"),
+        ({"lookup": None}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got None"),
         ({"lookup": 8}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got 8"),
         ({"lookup": 3, "block_size": 3}, FUSED, r"must lie in 0\.\.2 with block_size 3, got 3"),
         ({"seeds": 1}, FUSED, "seeds is not one of mode, solver, block_size, draft, lookup"),
@@ -97,8 +112,9 @@ def test_copies_are_those_of_verified_decoding(words):
     for length in (1, 2, 3, 9, 40, 100):
         tokens = draw.integers(words, size=(7, length))
         end = draw.integers(1, length + 1, size=7)
-        copied, run = looked_up(torch.from_numpy(tokens), torch.from_numpy(end), 5)
-        theirs, matched = verified.looked_up(tokens, end, 5)
+        count = int(draw.integers(1, 30))
+        copied, run = looked_up(torch.from_numpy(tokens), torch.from_numpy(end), count)
+        theirs, matched = verified.looked_up(tokens, end, count)
         assert run.tolist() == matched.tolist()
         assert copied[run > 0].tolist() == theirs[matched > 0].tolist()
         assert words > 2 or length < 9 or run.max() > 2

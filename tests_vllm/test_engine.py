@@ -240,6 +240,8 @@ def test_without_a_seed_every_request_has_its_own(engine, model):
 
 
 def test_a_budget_that_no_block_fits_into_is_refused(engine):
+    with pytest.raises(ValueError, match="--long-prefill-token-threshold must be 0 or at least 16"):
+        engine("nano", long_prefill_token_threshold=15)
     with pytest.raises(ValueError, match="--max-num-batched-tokens must be at least 16"):
         engine("nano", max_num_batched_tokens=8, max_num_seqs=4)
 
@@ -253,7 +255,7 @@ def test_a_budget_that_no_block_fits_into_is_refused(engine):
         ({}, {"block_size": 17}, r"block_size must lie in 1\.\.16, the server's, got 17"),
         ({}, {"block_size": 0}, "block_size must lie in"),
         ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size, draft, lookup"),
-        ({}, {"mode": "verified", "draft": "branches"}, "draft branches needs a server with --fus"),
+        ({}, {"mode": "verified", "draft": "branches"}, "must be solver on a server without --fus"),
         ({}, {"mode": "verified", "lookup": 3}, "lookup is for mode verified with draft branches"),
         ({"n": 2, "temperature": 1.0}, {}, "n is not supported"),
         ({"logprobs": 0}, {}, "logprobs is not supported"),

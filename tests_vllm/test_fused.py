@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import WAYS, Request, agree, answers, mixed, prompts
+from test_engine import WAYS, Request, agree, answers, counter, mixed, prompts
 
 from setblock.generation import generate
 from setblock.vllm import sampler
@@ -130,11 +130,27 @@ def test_a_draft_is_made_of_its_own_slots(engine, model, monkeypatch):
         own = network.compute_logits(network.last_hidden[at.flatten()]).view(logits.shape)
         own[..., self.state.mask_token_id] = -torch.inf
         torch.testing.assert_close(own, logits)
-        seen.append(first.tolist())
+        seen.extend(first.tolist())
         return drafted(self, how, logits, at, first, places, seeds)
 
     monkeypatch.setattr(sampler.BlockSampler, "_drafted", checked)
-    kind = "chained:llama"
-    requests = mixed(model(kind), 16, BRANCHES)
-    agree(engine(kind, **FUSED), model(kind), requests)
+    served, reference = engine("chained:llama", **FUSED), model("chained:llama")
+    for request in mixed(reference, 8, BRANCHES):
+        before = len(seen)
+        agree(served, reference, [request])
+        # The tokens before the drafts are the answer's, in its order; what ends it may be cut off.
+        text = iter(request.reference(reference))
+        assert all(token in text for token in seen[before:-1])
     assert len(seen) > 20
+
+
+def test_drafts_from_branches_that_lose_their_cache(engine, model):
+    served = engine(
+        "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
+        **FUSED,
+    )  # fmt: skip
+    ids = [one for one in prompts(model("nano"), 20) if len(one) < 90]
+    ways = [BRANCHES[number % len(BRANCHES)] for number in range(len(ids))]
+    requests = [Request(*one, 100, ignore_eos=True) for one in zip(ids, ways, strict=True)]
+    agree(served, model("nano"), requests)
+    assert counter(served, "vllm:num_preemptions") > 10

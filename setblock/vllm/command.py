@@ -37,7 +37,8 @@ def command(
     more: words for vLLM's own command line; where they choose no attention backend, ours is added
     on CUDA.
     adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
-    fused: the forward that commits a block begins the next one.
+    fused: the forward that commits a block begins the next one, and mode verified has its drafts
+    from branches unless `settings` name a solver.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
     """
     if find_spec("vllm") is None:
@@ -80,8 +81,10 @@ def command(
     size = own.get("block_size", BLOCK_SIZE)
     # The settings of an adapter hold, and not those of its base, which vLLM would read.
     served = {"mode": own.get("mode", "sbd"), "solver": solver}
-    drafting = own.get("verified", {})
-    served["verified"] = {name: drafting[name] for name in drafting if given.get(name) is None}
+    drafting = dict(own.get("verified", {}))
+    if "block_size" in given:
+        drafting.pop("block_size", None)
+    served["verified"] = drafting
     served |= {"draft": "solver"} if "solver" in given else {}
     served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
     served |= {"adapter": lasting(name)} if base is not None else {}

@@ -16,16 +16,19 @@ def looked_up(
     end: where each row's text ends.
     """
     place = torch.arange(tokens.shape[1], device=tokens.device)  # the one behind a match
-    run = torch.zeros_like(tokens)
-    alive = (place > 0) & (place < end[:, None])
+    run = torch.zeros_like(tokens, dtype=torch.int8)
+    alive, short = place < end[:, None], tokens.int()
     for matched in range(MOST_MATCHED):
         last = (end - 1 - matched).clamp(min=0)[:, None]
-        before = tokens.roll(matched + 1, dims=1)  # the token so far before each place
-        alive = alive & (before == tokens.gather(1, last)) & (place > matched)
+        alive[:, : matched + 1] = False
+        # The token so far before each place.
+        alive[:, matched + 1 :] &= short[:, : -matched - 1] == short.gather(1, last)
+        if alive.device.type == "cpu" and not alive.any():  # elsewhere asking is a wait
+            break
         run += alive
     # The longest match, and of these the latest.
-    best = (run * tokens.shape[1] + place).argmax(dim=1, keepdim=True)
-    run = run.gather(1, best)[:, 0]
+    best = (run.long() * tokens.shape[1] + place).argmax(dim=1, keepdim=True)
+    run = run.gather(1, best)[:, 0].long()
     match = torch.where(run > 0, best[:, 0], 0)
     period = (end - match).clamp(min=1)[:, None]
     copied = match[:, None] + torch.arange(count, device=tokens.device) % period

@@ -27,7 +27,7 @@ class Decoding:
     verified: the causal logits of a block's commit accept or cut it. Mode "ntp" is that with
     blocks of one token, which hold no draft.
     sampler: of any seed; each request has its own, see `seed_of`.
-    branches: the forward that verifies a draft makes the next one, see `state.BlockSampler`; the
+    branches: the forward that verifies a draft makes the next one, see `state`; the
     solver is not asked then. lookup: copied tokens of a draft at most.
     """
 
@@ -54,10 +54,22 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
-    branches, drafting = _drafts_of(extra, mode, defaults)
+    branches = _by_branches(extra, mode, defaults)
+    drafting = defaults.get("verified", {}) if branches else {}
     size = extra.get("block_size", min(drafting.get("block_size", canvas), canvas))
     if type(size) is not int or not 1 <= size <= canvas:
         raise ValueError(f"block_size must lie in 1..{canvas}, the server's, got {size!r}")
+    size = 1 if mode == "ntp" else size
+    # By no longer block could `state.ahead` tell what is verified from the masks behind it.
+    most = size - 1 if size > 1 else canvas - 1
+    lookup = extra.get("lookup", min(drafting.get("lookup", 0), most))
+    if "lookup" in extra and not branches:
+        raise ValueError(
+            f"lookup is for mode verified with draft branches (on a server with --fused), got "
+            f"{lookup!r} with mode {mode}" + (" and draft solver" if mode == "verified" else "")
+        )
+    if type(lookup) is not int or not 0 <= lookup <= most:
+        raise ValueError(f"lookup must lie in 0..{most} with block_size {size}, got {lookup!r}")
     _refuse(params)
     sampler = Sampler(
         temperature=params.temperature,
@@ -65,45 +77,30 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         top_k=max(params.top_k, 0),
         seed=params.seed or 0,
     )
-    size = 1 if mode == "ntp" else size
-    most = size - 1 if size > 1 else canvas - 1
-    if extra.get("lookup", 0) > most:
-        raise ValueError(
-            f"lookup must lie in 0..{most} with block_size {size}, got {extra['lookup']}"
-        )
-    lookup = min(drafting.get("lookup", 0), most)
     own = parse(solver), size, replace(sampler, seed=0)
     return Decoding(mode != "sbd", *own, branches, lookup)
 
 
-def _drafts_of(
-    extra: dict[str, Any], mode: str, defaults: dict[str, Any]
-) -> tuple[bool, dict[str, Any]]:
-    """(whether drafts come from branches, the checkpoint's settings of such drafts with what the
-    request asks for over them).
+def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> bool:
+    """Whether drafts come from branches.
 
     They do wherever they can, unless the request or whoever started the server named a solver: they
     need a server that reads how many tokens a forward takes.
     """
-    draft, lookup = extra.get("draft"), extra.get("lookup")
-    able = defaults.get("fused", False)
-    if draft not in (None, *DRAFTS):
+    able, given = defaults.get("fused", False), "draft" in extra
+    draft = extra.get("draft")
+    if given and draft not in DRAFTS:
         raise ValueError(f"draft must be one of {', '.join(DRAFTS)}, got {draft!r}")
-    if draft is not None and mode != "verified":
-        raise ValueError(f"draft is for mode verified, got mode {mode}")
+    if given and mode != "verified":
+        raise ValueError(f"draft is for mode verified, got {draft} with mode {mode}")
     if draft == "branches" and not able:
-        raise ValueError("draft branches needs a server with --fused")
+        raise ValueError(
+            "draft must be solver on a server without --fused, got branches, which needs that"
+        )
     if draft == "branches" and "solver" in extra:
         raise ValueError(f"solver is for draft solver, got {extra['solver']!r} and draft branches")
     solver = "solver" in extra or defaults.get("draft") == "solver"
-    branches = draft == "branches" or (draft is None and mode == "verified" and able and not solver)
-    if lookup is None:
-        return branches, defaults.get("verified", {}) if branches else {}
-    if not branches:
-        raise ValueError("lookup is for mode verified with draft branches")
-    if type(lookup) is not int or lookup < 0:
-        raise ValueError(f"lookup must be an integer >= 0, got {lookup!r}")
-    return branches, {**defaults.get("verified", {}), "lookup": lookup}
+    return draft == "branches" or (not given and mode == "verified" and able and not solver)
 
 
 def seed_of(params: Any) -> int:

@@ -20,8 +20,9 @@ NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
 # Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
 # vLLM, which measures a step without them, leaves them a share of the memory that does not grow.
 MOST_LOGITS = 2**26
-# Probability of a drafted token from which on the next draft begins behind it, and not before. With
-# t tokens of that draft accepted where it is met this pays from t / (1 + t) on.
+# Probability from which on a drafted token is verified, so that the next draft begins behind it. A
+# higher one makes shorter drafts, a lower one more of them wrong somewhere, so that the next draft
+# is of no use. SmolLM2 has 2.1 tokens per forward with 0.3 to 0.5, 2.0 with 0.65.
 LIKELY = 0.4
 
 
@@ -55,7 +56,8 @@ class BlockSampler:
         for kind in np.unique(kinds[kinds >= 0]):
             how, places = state.kinds[kind], np.flatnonzero(kinds == kind)
             if how.branches:
-                most = max(MOST_LOGITS // (logits.shape[-1] * 2 * state.canvas), 1)
+                widest = 2 * how.block_size if how.block_size > 1 else state.canvas
+                most = max(MOST_LOGITS // (logits.shape[-1] * widest), 1)
                 for some in np.split(places, range(most, len(places), most)):
                     self._redraft(how, some, ahead, logits, input_batch, sampled, num_sampled)
                 continue
@@ -102,8 +104,10 @@ class BlockSampler:
                 first = sampler.pick(logits[:, None], *noise)[:, 0]
             blocks = self._new_blocks(first)
             if how.branches:
-                text = self._text(rows, int(ends[some].max()), begins, first[:, None])
                 chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
+                text = None
+                if how.lookup:
+                    text = self._text(rows, int(ends[some].max()), begins, first[:, None])
                 self._keep_likely(how, rows, blocks, chance, begins, text)
             else:
                 self._keep(rows, blocks, width, begins)
@@ -202,13 +206,17 @@ class BlockSampler:
             there = starts[some, None] + state.sent(behind)
             drafted, right = self._drafted(how, guesses, at, first[some, 0], there, seeds[some])
             blocks[some, 1:size] = drafted
-            # Behind other tokens than these the text goes on in another way.
-            chance[some, : size - 1] = right * (emitted == widths)[some, None]
-        text = self._text(
-            slots, int(input_batch.num_computed_tokens_np[places].max()), starts, block
-        )
-        text.scatter_(1, (starts + emitted)[:, None], first)
-        self._keep_likely(how, slots, blocks, chance, starts + emitted, text)
+            # Behind other tokens than these the text goes on in another way; and what vLLM cut
+            # short, since its budget was spent, has no masks where they should be.
+            asked = (state.block[slots] != state.mask_token_id).sum(dim=1)
+            of_use = (emitted == widths) & (asked == widths)
+            chance[some, : size - 1] = right * of_use[some, None]
+        starts_on, text = starts + emitted, None
+        if how.lookup:
+            last = int(input_batch.num_computed_tokens_np[places].max())
+            text = self._text(slots, last, starts, block)
+            text = text.scatter(1, starts_on[:, None], first)
+        self._keep_likely(how, slots, blocks, chance, starts_on, text)
 
     def _drafted(
         self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
@@ -243,9 +251,12 @@ class BlockSampler:
         going = ~state.ends(block, slots) & (position < state.limit[slots][:, None] - 1)
         return 1 + going[:, :-1].long().cumprod(dim=1).sum(dim=1)
 
-    def _text(self, slots: Tensor, longest: int, starts: Tensor, block: Tensor) -> Tensor:
-        """The texts of these requests, with these tokens from `starts`, at most `longest`, on."""
-        text = self.req_states.all_token_ids.gpu[slots, : longest + 1].long()
+    def _text(self, slots: Tensor, last: int, starts: Tensor, block: Tensor) -> Tensor:
+        """What vLLM holds of the texts of these requests, and from `starts` on these tokens.
+
+        last: the largest of `starts`, or more.
+        """
+        text = self.req_states.all_token_ids.gpu[slots, : last + 1].long()
         text = torch.nn.functional.pad(text, (0, self.state.canvas))
         offset = torch.arange(block.shape[1], device=text.device)
         return text.scatter(1, starts[:, None] + offset, block)
@@ -282,19 +293,19 @@ class BlockSampler:
 
     def _keep_likely(
         self, how: Decoding, slots: Tensor, blocks: Tensor, chance: Tensor, first: Tensor,
-        text: Tensor,
+        text: Tensor | None,
     ) -> None:  # fmt: skip
         """Make these the blocks of the next forwards, as far as their drafts are probably right, or
         what followed the text's last tokens before if that promises more; masks stand behind them
         if there is to be another draft.
 
         chance: of each token behind the first, 0 where there is none. first: position of the first.
-        text: what is known of each text, up to there.
+        text: what is known of each text, up to there; None where nothing is copied.
         """
         state, drafts = self.state, self.req_states.draft_tokens
         likely = (chance >= LIKELY).long().cumprod(dim=1).sum(dim=1)
         sure = torch.zeros_like(slots, dtype=torch.bool)
-        if how.lookup:
+        if text is not None:
             copied, run = looked_up(text, first + 1, how.lookup)
             run = run[:, None] + torch.arange(how.lookup, device=run.device)
             guess = torch.where(run[:, :1] > 0, run / (run + 2), 0)
@@ -308,6 +319,8 @@ class BlockSampler:
         useful = (ends.cumsum(dim=1) - ends == 0)[:, 1:].sum(dim=1)  # an end itself is
         limit = state.limit[slots]
         room = limit.clamp(max=state.max_model_len) - first - 1
+        masked = blocks == state.mask_token_id  # copied from a prompt, and never accepted
+        useful = torch.minimum(useful, (~masked).long().cumprod(dim=1)[:, 1:].sum(dim=1))
         count = torch.minimum(torch.minimum(likely, useful), room).clamp(min=0)
         offset = torch.arange(drafts.shape[1], device=drafts.device)
         held = offset <= count[:, None]

@@ -54,11 +54,15 @@ class Blocks:
             own = [
                 width_of(request.sampling_params, self.num_spec_tokens) for request in self.running
             ]
-            width = self.widths.choose(len(own), sum(one > 1 for one in own))
+            drafting = [
+                one > 1 or drafts_by_branches(request.sampling_params)  # then by copies
+                for one, request in zip(own, self.running, strict=True)
+            ]
+            width = self.widths.choose(len(own), sum(drafting))
             for request in self.running:
                 ids, masked = request.spec_token_ids, 0
                 if len(ids) > width and drafts_by_branches(request.sampling_params):
-                    # What is cut off is the next draft, and no part of one is of use.
+                    # Of the masks behind what is verified all go: a part is not told from it.
                     masked = len(ids) - ids.index(self.mask) if self.mask in ids else 0
                 request.spec_token_ids = ids[: min(width, len(ids) - masked)]
         return super().schedule(*words, **given)  # type: ignore[misc]

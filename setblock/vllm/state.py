@@ -70,6 +70,13 @@ class BlockState(ModelState):
                 f"--max-num-batched-tokens must be at least {widest}, the widest forward of one "
                 f"request, got {budget}"
             )
+        # Which would cut them short as often as more than one request runs.
+        longest = vllm_config.scheduler_config.long_prefill_token_threshold
+        if 0 < longest < widest:
+            raise ValueError(
+                f"--long-prefill-token-threshold must be 0 or at least {widest}, the widest "
+                f"forward of one request, got {longest}"
+            )
         self.mask_token_id = mask = mask_of(self.model_config)
         count = self.max_num_reqs
         self.block = torch.full((count, self.canvas), mask, dtype=torch.int64, device=device)
@@ -140,7 +147,8 @@ class BlockState(ModelState):
     ) -> dict[str, Any]:  # fmt: skip
         """vLLM's attention metadata, each request causal or not: a prompt's chunk and a commit are.
 
-        A block is committed by a forward in which nothing of it is open, or that drafts behind it.
+        A block is committed by a forward in which nothing of it is open, and by every one where
+        drafts come from branches.
         """
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping[:count].long()
@@ -185,7 +193,11 @@ class BlockState(ModelState):
         return torch.nn.functional.pad(noisy, (0, padding))[:, None]
 
     def ahead(self, input_batch: Any) -> np.ndarray:
-        """Of each request, how many tokens of the next block this forward begins, if it does."""
+        """Of each request, how many tokens of the next block this forward begins, if it does.
+
+        Where drafts come from branches it does if it has more tokens than a block: so many at most
+        are verified.
+        """
         count, sizes = input_batch.num_reqs, self._sizes(input_batch)
         widths = np.diff(input_batch.cu_num_logits_np[: count + 1])
         branches = self.branches[input_batch.idx_mapping_np[:count]]
