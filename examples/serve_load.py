@@ -150,6 +150,25 @@ def problems_of_nano(count: int) -> list[str]:
     return [one.prompt for some in zip(*families, strict=True) for one in some][:count]
 
 
+def questions_of(data: Path, field: str) -> list[str]:
+    """Those in a file. Raises: OSError; ValueError for what holds none."""
+    rows = read_rows(data).rows
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            raise ValueError(f"{data}, row {number}: {field} must be a text (--field names it)")
+    return [row[field] for row in rows]
+
+
+def fields_of(mode: str) -> dict[str, Any]:
+    """What a request asks for. Raises: ValueError naming what is no JSON."""
+    if not mode.startswith("{"):
+        return {"mode": mode}
+    try:
+        return json.loads(mode)
+    except ValueError as error:
+        raise ValueError(f"--mode must be a mode or JSON, got {mode!r} ({error})") from None
+
+
 def _at(values: list[float], share: float) -> float | None:
     return values[min(int(share * len(values)), len(values) - 1)] if values else None
 
@@ -189,7 +208,7 @@ async def measure(
             for repeat in range(repeats + 1):
                 texts: list[str] = []  # of the first mode
                 for mode in modes:
-                    own = json.loads(mode) if mode.startswith("{") else {"mode": mode}
+                    own = fields_of(mode)
                     own = {"vllm_xargs": own} if extra else own
                     every = leave_every if repeat else 0
                     asked = questions if repeat else questions[: 2 * size]
@@ -270,14 +289,19 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
     """Ask a server under every mode and concurrency."""
-    if data is None:
-        questions = problems_of_nano(requests)
-    else:
-        questions = [row[field] for row in read_rows(data).rows][:requests]
+    modes = mode or ["ntp", "sbd", "verified"]
+    try:
+        for one in modes:
+            fields_of(one)
+        questions = problems_of_nano(requests) if data is None else questions_of(data, field)
+    except (OSError, ValueError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    questions = questions[:requests]
     record = records.new_record()
     record["results"] = asyncio.run(
         measure(
-            url, model, mode or ["ntp", "sbd", "verified"], concurrency or [1, 4, 16, 64],
+            url, model, modes, concurrency or [1, 4, 16, 64],
             questions, max_tokens, repeats, leave_every, not transformers, server_pid,
         )
     )  # fmt: skip

@@ -18,17 +18,19 @@ Sampling noise belongs to (seed, row, position), so that a draft can guess sampl
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 
-from setblock.chain import joined
+from setblock.chain import Chain, joined
 from setblock.decode import Rows, Settings, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
+from setblock.sampling import Sampler
 from setblock.solvers import Predictions, entropy
 from setblock.transfer import to_device, to_host
 
@@ -329,12 +331,12 @@ class BranchDrafts(VerifiedRows):
             logits.device, slots, last, self.rows, self._places(size)
         )
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-        sampler, ids = self.settings.sampler, None
+        sampler, joining = self.settings.sampler, None
         if self.model.chain is not None:
             context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
-            logits, ids = self._joined(logits, context, last, rows, places)
-        drafted = sampler.pick(logits, rows, places, ids=ids)
-        at = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
+            embedding = self.model.network.get_input_embeddings()
+            joining = self.model.chain, embedding, context, last
+        drafted, at, logits, ids = drafts_of(sampler, logits, rows, places, joining)
         confidence = logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
         runners = drafted[..., None][..., :0]
         if self.settings.seeds:
@@ -351,35 +353,15 @@ class BranchDrafts(VerifiedRows):
         best = np.minimum(worth.max(axis=1), size)
         self.length = np.minimum(self._useful(self.draft), best)
 
-    def _joined(
-        self,
-        logits: Float[Tensor, "batch slots vocab"],
-        context: Float[Tensor, "batch slots width"],
-        last: Int[Tensor, " batch"],
-        rows: Int[Tensor, " batch"],
-        places: Int[Tensor, "batch slots"],
-    ) -> tuple[Float[Tensor, "batch slots candidates"], Int[Tensor, "batch slots candidates"]]:
-        """(logits, ids) of the slots' candidates by the model's chain, each slot's given the token
-        drafted before it, the first one's given each row's last final token. All on the device.
-        """
-        assert self.model.chain is not None
-
-        def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
-            here = places[:, slot : slot + 1]
-            return self.settings.sampler.pick(scores, rows, here, ids=ids)
-
-        embedding = self.model.network.get_input_embeddings()
-        return joined(self.model.chain, embedding, logits, context, last, pick)
-
     def _look_up(self) -> None:
         """Copy what followed the text's last tokens before, where that promises more.
 
         Where the last n tokens stood before, the longest n and the latest place, the next one is
-        taken to be the same with chance n / (n + 2), and so are those behind it, with n growing.
+        taken to be the same with the chance of a copy, and so are those behind it, with n growing.
         """
         copied, run = looked_up(self.tokens, self.start, self.lookup)
         run = run[:, None] + np.arange(self.lookup)
-        chance = np.where(run[:, :1] > 0, run / (run + 2), 0).astype(np.float32)
+        chance = np.where(run[:, :1] > 0, chance_of_copy(run), 0).astype(np.float32)
         reached = chance.cumprod(axis=1)
         offset = np.arange(self.draft.shape[1])
         own = np.where(offset < self.length[:, None], self.confidence, 0).cumprod(axis=1)
@@ -390,6 +372,40 @@ class BranchDrafts(VerifiedRows):
         self.runners[better] = self.model.mask_token_id
         length = np.minimum(self._useful(self.draft), (reached >= WORTH).sum(axis=1))
         self.length = np.where(better, length, self.length)
+
+
+def drafts_of(
+    sampler: Sampler,
+    logits: Float[Tensor, "batch slots vocab"],
+    rows: Int[Tensor, " batch"],
+    places: Int[Tensor, "batch slots"],
+    joining: tuple[Chain, nn.Module, Tensor, Tensor] | None = None,
+    seeds: Int[Tensor, " batch"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(the tokens drafted in these slots, where they stand among the slots' logits; these logits;
+    ids that they are of, None for the whole vocabulary). All on the device.
+
+    joining: a chain, the input embedding, [batch, slots, width] what the chain's scores depend on,
+    and the token before each row's first slot. It joins the tokens: each slot's given the token
+    drafted before it.
+    rows, places, seeds: as for `Sampler.pick`.
+    """
+    ids = None
+    if joining is not None:
+        chain, embedding, context, before = joining
+
+        def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
+            return sampler.pick(scores, rows, places[:, slot : slot + 1], seeds, ids)
+
+        logits, ids = joined(chain, embedding, logits, context, before, pick)
+    drafted = sampler.pick(logits, rows, places, seeds, ids)
+    at = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
+    return drafted, at, logits, ids
+
+
+def chance_of_copy(matched: Any) -> Any:
+    """That the next token is the one copied, where so many tokens before it matched; of arrays."""
+    return matched / (matched + 2)
 
 
 def looked_up(

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from trainers import MASK, network
 from trainings import one_line, train
 
-from setblock import adapters, chain
+from setblock import adapters, chain, verified
 from setblock.architectures import attention_mask
 from setblock.chain import Chain, joined
 from setblock.checkpoint import write_settings
@@ -271,13 +271,20 @@ def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatc
     options |= {"max_new_tokens": 24, "ignore_eos": True}
     [before] = generate(model, [PROMPTS[0]], **options)
 
-    def knowing(self, logits, context, *places):
-        first = int(self.start[0]) - len(PROMPTS[0])
+    step, rows = BranchDrafts.step, []
+
+    def noted(self):
+        rows[:] = [self]
+        return step(self)
+
+    def knowing(chain, embedding, logits, context, before, pick):
+        first = int(rows[0].start[0]) - len(PROMPTS[0])
         known = torch.tensor([*exact.token_ids[first:], *[5] * 4][: logits.shape[1]])
         whole = torch.nn.functional.one_hot(known, logits.shape[-1]).float()[None]
         return whole, torch.arange(logits.shape[-1]).repeat(1, len(known), 1)
 
-    monkeypatch.setattr(BranchDrafts, "_joined", knowing)
+    monkeypatch.setattr(BranchDrafts, "step", noted)
+    monkeypatch.setattr(verified, "joined", knowing)
     [after] = generate(model, [PROMPTS[0]], **options)
     assert after.token_ids == exact.token_ids == before.token_ids
     assert after.nfe == 1 + -(-23 // 4) < before.nfe, "four tokens a forward, after the first"

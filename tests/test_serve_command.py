@@ -94,6 +94,27 @@ def test_the_load_example_with_questions_of_ones_own(address, tmp_path):
         assert 2 <= line["tokens"] <= 18
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["--data", "rows.jsonl"], "rows.jsonl, row 1: question must be a text"),
+        (["--mode", '{"mode": '], "--mode must be a mode or JSON, got"),
+    ],
+)
+def test_what_the_load_example_can_not_ask(tmp_path, words, message):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "What is 47 + 85?"}')
+    script = Path(__file__).parent.parent / "examples" / "serve_load.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *words], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_command_serves_until_it_is_told_to_stop(trained):
     words = ["--host", "127.0.0.1", "--port", "0", "--mode", "sbd", "--solver", "fixed:2"]
     words += ["--block-size", "4", "--dtype", "float32", "--device", "cpu", "--pack", "off"]

@@ -10,9 +10,8 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
-from setblock.chain import joined
 from setblock.solvers import Predictions
-from setblock.verified import SURE, WORTH
+from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of
 from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import Decoding
 
@@ -227,21 +226,13 @@ class BlockSampler:
 
         at: where the slots are among the tokens of the step. first: the token before them.
         """
-        model, ids = self.state.model, None
-        rows = self.state.row.expand(len(first))
+        model, joining = self.state.model, None
         if model.chain is not None:
-
-            def pick(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
-                here = places[:, slot : slot + 1]
-                return how.sampler.pick(scores, rows, here, seeds, ids=ids)
-
             context = model.chain.context(model.last_hidden[at])
-            logits, ids = joined(
-                model.chain, model.model.embed_tokens, logits, context, first, pick
-            )
-        drafted = how.sampler.pick(logits, rows, places, seeds, ids=ids)
-        known = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
-        return drafted, logits.softmax(dim=-1).gather(-1, known[..., None])[..., 0]
+            joining = model.chain, model.model.embed_tokens, context, first
+        rows = self.state.row.expand(len(first))
+        drafted, at, logits, _ = drafts_of(how.sampler, logits, rows, places, joining, seeds)
+        return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
 
     def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a block may belong to the answer: vLLM would cut it behind its end
@@ -308,7 +299,7 @@ class BlockSampler:
         if text is not None:
             copied, run = looked_up(text, first + 1, how.lookup)
             run = run[:, None] + torch.arange(how.lookup, device=run.device)
-            guess = torch.where(run[:, :1] > 0, run / (run + 2), 0)
+            guess = torch.where(run[:, :1] > 0, chance_of_copy(run), 0)
             reached = guess.cumprod(dim=1)
             better = reached.sum(dim=1) > chance.cumprod(dim=1).sum(dim=1)
             sure = better & (guess[:, 0] >= SURE)
