@@ -122,11 +122,11 @@ class VerifiedRows(Rows):
         if self.settings.lenience == 1 or not longest:
             exact, nats = to_host(exact, nats)
             return exact, nats
-        scores = sampler.perturbed(logits[:, :-1], rows, there[:, :-1]).float()
         draft = self.draft[:, :longest]
-        [drafted] = to_device(scores.device, draft)
-        least = scores.amax(dim=-1) + math.log(self.settings.lenience)
-        near = scores.gather(-1, drafted[..., None])[..., 0] >= least
+        [drafted] = to_device(logits.device, draft)
+        near = nearly(
+            sampler, logits[:, :-1], rows, there[:, :-1], drafted, self.settings.lenience
+        )
         exact, nats, near = to_host(exact, nats, near)
         own = exact[:, :-1]
         near = near & (np.arange(longest) < self.length[:, None])
@@ -401,6 +401,23 @@ def drafts_of(
     drafted = sampler.pick(logits, rows, places, seeds, ids)
     at = drafted if ids is None else torch.searchsorted(ids, drafted[..., None])[..., 0]
     return drafted, at, logits, ids
+
+
+def nearly(
+    sampler: Sampler,
+    logits: Float[Tensor, "batch draft vocab"],
+    rows: Int[Tensor, " batch"],
+    places: Int[Tensor, "batch draft"],
+    drafted: Int[Tensor, "batch draft"],
+    lenience: float | int,
+    seeds: Int[Tensor, " batch"] | None = None,
+) -> Bool[Tensor, "batch draft"]:
+    """Which drafted tokens are at least `lenience` times as likely as the ones that are picked,
+    sampling's temperature and noise included. Source: see `VerifiedRows._said`.
+    """
+    scores = sampler.perturbed(logits, rows, places, seeds).float()
+    least = scores.amax(dim=-1) + math.log(lenience)
+    return scores.gather(-1, drafted[..., None])[..., 0] >= least
 
 
 def chance_of_copy(matched: Any) -> Any:

@@ -203,7 +203,7 @@ def test_the_command(run, answering, tmp_path) -> None:
     ):
         assert message in run("prompts", "any", *words, name, value).error
     fresh = [*words[:-1], tmp_path / "new" / "folder" / "p.jsonl"]
-    assert run("prompts", "any", *fresh).code == 0
+    assert run("prompts", "any", *fresh, "--count", "2").code == 0
     assert fresh[-1].is_file()
 
 

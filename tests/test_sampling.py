@@ -188,13 +188,17 @@ def test_picks_follow_the_softmax(axis, options):
             torch.full((num_draws, 1), 17),
         )
     else:
-        place = torch.tensor([[17]])
-        picks = torch.cat(
-            [
-                Sampler(seed=seed, **options).pick(logits, torch.tensor([0]), place)
-                for seed in range(num_draws)
-            ]
+        # Each of a sampler of its own, as of the first ones is shown: all of them take long.
+        one, rows = torch.tensor([[17]]), torch.zeros(num_draws, dtype=torch.int64)
+        picks = Sampler(**options).pick(
+            logits.expand(num_draws, 1, vocab),
+            rows,
+            one.expand(num_draws, 1),
+            torch.arange(num_draws),
         )
+        for seed in range(200):
+            alone = Sampler(seed=seed, **options).pick(logits, rows[:1], one)
+            assert torch.equal(alone[0], picks[seed])
     kept = slow_keep(logits[0, 0].double() / options["temperature"], options.get("top_k", 0), 1.0)
     expected = num_draws * kept.softmax(-1)
     counts = torch.bincount(picks.flatten(), minlength=vocab).double()

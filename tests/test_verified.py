@@ -87,7 +87,7 @@ def test_random_networks_say_what_next_token_decoding_says(networks, data) -> No
 
 
 @given(data=st.data(), seed=st.integers(0, 20))
-@settings(max_examples=150, **SLOW)
+@settings(max_examples=90, **SLOW)
 def test_random_tables_say_what_next_token_decoding_says(data, seed) -> None:
     """Without a network there are no last bits: also with stop texts, and many more cases."""
     model = TableModel.random(seed)

@@ -146,7 +146,13 @@ def test_a_new_load_goes_by_the_nearest_one():
     ("width", "branches", "ids", "kept"),
     [
         (8, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3, 3]),
-        (7, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
+        (7, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3]),
+        (5, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3]),
+        (4, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
+        (9, True, [5, 6, 7, 3], [5, 6, 7]),
+        (4, True, [], []),
+        (4, False, [5, 3, 3, 3, 3], [5, 3, 3, 3]),
+        (2, False, [5, 3, 3, 3, 3], [5, 3]),
         (2, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6]),
         (1, True, [5, 3, 3, 3, 3], [5]),
         (2, True, [5, 6, 7], [5, 6]),
@@ -154,7 +160,7 @@ def test_a_new_load_goes_by_the_nearest_one():
     ],
 )
 def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
-    """A part of a block; of drafts from branches no mask if not all of them."""
+    """A part of it; of drafts from branches no mask alone, which would draft nothing."""
 
     class Theirs:
         num_spec_tokens = 16

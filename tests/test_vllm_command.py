@@ -109,6 +109,14 @@ def test_every_option(run, ran, checkpoint, environments):
     assert "--no-async-scheduling" in words
 
 
+@pytest.mark.parametrize(("words", "mode"), [([], "ntp"), (["--mode", "sbd"], "sbd")])
+def test_an_untrained_model_is_decoded_token_by_token(run, ran, checkpoint, words, mode):
+    folder = checkpoint("qwen3", free_rows=3)
+    typed = ("--engine", "vllm", "--allow-untrained", "--mask-token-id", "9", *words)
+    assert run("serve", folder, *typed).err == ""
+    assert json.loads(after(ran[0], "--hf-overrides"))["setblock"]["mode"] == mode
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

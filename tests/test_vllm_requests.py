@@ -32,10 +32,10 @@ def params(**extra: Any) -> Any:
         ({}, FUSED, True, 8, 5),
         ({}, {**FUSED, "adaptive": True}, True, 8, 5),
         ({}, {**FUSED, "verified": {}}, True, 8, 0),
-        ({}, {**FUSED, "verified": {"block_size": 3, "lookup": 5}}, True, 3, 2),
+        ({}, {**FUSED, "verified": {"block_size": 3, "lookup": 5}}, True, 3, 5),
         ({}, {**FUSED, "verified": {"block_size": 99}}, True, 8, 0),
         ({}, {**FUSED, "verified": {"block_size": 1, "lookup": 9}}, True, 1, 7),
-        ({"block_size": 4}, FUSED, True, 4, 3),
+        ({"block_size": 4}, FUSED, True, 4, 5),
         ({"block_size": 1}, FUSED, True, 1, 5),
         ({"draft": "branches", "lookup": 0}, FUSED, True, 8, 0),
         ({"lookup": 7}, FUSED, True, 8, 7),
@@ -79,18 +79,31 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
         ({"lookup": 2, "solver": "fixed:2"}, FUSED, "got 2 with mode verified and draft solver"),
         ({"lookup": 2, "mode": "sbd"}, FUSED, r"\(on a server with --fused\), got 2 with mode sbd"),
         ({"lookup": 2}, {"mode": "verified"}, "lookup is for mode verified with draft branches"),
-        ({"lookup": -1}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got -1"),
-        ({"lookup": 2.0}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got 2\.0"),
-        ({"lookup": "2"}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got '2'"),
-        ({"lookup": None}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got None"),
-        ({"lookup": 8}, FUSED, r"lookup must lie in 0\.\.7 with block_size 8, got 8"),
-        ({"lookup": 3, "block_size": 3}, FUSED, r"must lie in 0\.\.2 with block_size 3, got 3"),
-        ({"seeds": 1}, FUSED, "seeds is not one of mode, solver, block_size, draft, lookup"),
+        ({"lookup": -1}, FUSED, r"lookup must lie in 0\.\.7, got -1"),
+        ({"lookup": 2.0}, FUSED, r"lookup must lie in 0\.\.7, got 2\.0"),
+        ({"lookup": "2"}, FUSED, r"lookup must lie in 0\.\.7, got '2'"),
+        ({"lookup": None}, FUSED, r"lookup must lie in 0\.\.7, got None"),
+        ({"lookup": 8}, FUSED, r"lookup must lie in 0\.\.7, got 8"),
+        ({"lookup": 8, "block_size": 3}, FUSED, r"lookup must lie in 0\.\.7, got 8"),
+        ({"seeds": 1}, FUSED, "is not one of mode, solver, block_size, draft, lookup, lenience"),
+        ({"lenience": 0}, FUSED, r"lenience must be a number in \(0, 1\], .* lossless, got 0"),
+        ({"lenience": 1.5}, FUSED, r"lenience must be a number in \(0, 1\], .*, got 1\.5"),
+        ({"lenience": "0.5"}, FUSED, r"lenience must be a number in \(0, 1\], .*, got '0\.5'"),
+        ({"lenience": True}, FUSED, r"lenience must be a number in \(0, 1\], .*, got True"),
+        ({"lenience": 0.5, "mode": "sbd"}, FUSED, "mode verified .* got 0.5 with mode sbd and"),
+        ({"lenience": 0.5, "mode": "ntp"}, FUSED, "of more than one token, got 0.5 with mode ntp"),
+        ({"lenience": 0.5, "block_size": 1}, FUSED, "with mode verified and block_size 1"),
     ],
 )
 def test_what_no_draft_can_be_is_named(extra, defaults, message):
     with pytest.raises(ValueError, match=message):
         decoding_of(params(**extra), defaults, CANVAS)
+
+
+@pytest.mark.parametrize("extra", [{}, {"draft": "solver"}])
+def test_lenience_is_the_requests_own(extra):
+    assert decoding_of(params(**extra), FUSED, CANVAS).lenience == 1
+    assert decoding_of(params(lenience=0.25, **extra), FUSED, CANVAS).lenience == 0.25
 
 
 def test_a_checkpoint_without_a_mask_token():

@@ -140,3 +140,11 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
 
     yield get
     stop()
+
+
+@pytest.fixture
+def width(monkeypatch) -> Callable[..., None]:
+    """width(choose): the widths of the steps, in place of what was measured."""
+    from setblock.vllm.adaptive import Widths
+
+    return lambda choose: monkeypatch.setattr(Widths, "choose", lambda self, *load: choose())

@@ -10,15 +10,8 @@ from test_engine import Request, agree, answers, mixed, prompts
 
 from setblock.masks import decoding_layout
 from setblock.solvers import Predictions, parse
-from setblock.vllm.adaptive import Widths
 
 ADAPTIVE = {"adaptive": True}
-
-
-@pytest.fixture
-def width(monkeypatch):
-    """width(choose): the widths of the steps, in place of what was measured."""
-    return lambda choose: monkeypatch.setattr(Widths, "choose", lambda self, *load: choose())
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama"])

@@ -3,13 +3,16 @@
 Mode verified then has its drafts from branches, unless a request names a solver.
 """
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_engine import WAYS, Request, agree, answers, counter, mixed, prompts
 
 from setblock.generation import generate
+from setblock.masks import decoding_layout
 from setblock.vllm import sampler
 
 FUSED = {"fused": True}
@@ -19,6 +22,7 @@ BRANCHES: tuple[dict[str, Any], ...] = (
     {"mode": "verified", "block_size": 2},
     {"mode": "verified", "lookup": 6},
     {"mode": "verified", "lookup": 3, "block_size": 4},
+    {"mode": "verified", "lookup": 12, "block_size": 3},
     {"mode": "verified", "lookup": 9, "block_size": 1},  # copies alone
 )
 
@@ -83,6 +87,24 @@ def test_with_widths_that_change(engine, model):
         assert answers(served, requests) == [one.reference(model("nano")) for one in requests]
 
 
+@pytest.mark.parametrize("kind", ["nano", "chained:llama"])
+def test_drafts_from_branches_at_widths_drawn_for_every_step(engine, model, kind, width):
+    draw = random.Random(2)
+    width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32)))
+    served = engine(kind, adaptive=True, **FUSED)
+    agree(served, model(kind), mixed(model(kind), 32, BRANCHES))
+
+
+def test_a_narrow_step_makes_shorter_drafts(engine, model, width):
+    """Half the tokens of a forward draft less than all of them, and more than none."""
+    asked = [Request(ids, {"mode": "verified"}, 60) for ids in prompts(model("nano"), 6)]
+    forwards = []
+    for wide in (1, 8, 32):
+        width(lambda: wide)  # noqa: B023
+        forwards.append(sum(steps(engine("nano", adaptive=True, **FUSED), one) for one in asked))
+    assert forwards[0] > 2 * forwards[1] > 2 * forwards[2]
+
+
 @pytest.mark.parametrize("kind", ["nano", "llama", "gated:qwen3", "chained:llama"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_drafts_from_branches(engine, model, kind, caching):
@@ -142,6 +164,50 @@ def test_a_draft_is_made_of_its_own_slots(engine, model, monkeypatch):
         text = iter(request.reference(reference))
         assert all(token in text for token in seen[before:-1])
     assert len(seen) > 20
+
+
+@pytest.mark.parametrize("draft", [{"draft": "branches"}, {"solver": "entropy:inf"}])
+def test_lenience(engine, model, draft):
+    """Every token is at least so likely as it says, beside the likeliest behind the same text."""
+    reference, served, lenience = model("nano"), engine("nano", **FUSED), 0.01
+    way = {"mode": "verified", "lenience": lenience, **draft}
+    requests = [Request(ids, way, 100) for ids in prompts(reference, 40)]
+    changed = 0
+    for request, ids in zip(requests, answers(served, requests), strict=True):
+        tokens = torch.tensor([[*request.ids, *ids]])
+        length = tokens.shape[1]
+        layout = decoding_layout(np.arange(length)[None], np.array([length]), np.array([length]))
+        logits = reference.forward(tokens, layout, reference.new_cache(1, length))[0].float()
+        logits = logits[len(request.ids) - 1 : -1]
+        logits[:, reference.mask_token_id] = -torch.inf
+        beside = logits.gather(1, torch.tensor(ids)[:, None])[:, 0] - logits.amax(dim=1)
+        assert (beside.exp() >= lenience * 0.99).all()
+        changed += int((beside < -1e-4).sum())
+        # What ends an answer is neither put there nor taken away.
+        for token in reference.eos_token_ids:
+            there = torch.tensor(ids) == token
+            assert ((logits.argmax(dim=1) == token) == there).all()
+    assert changed > 5
+    sums = [sum(steps(served, one) for one in requests[:10])]
+    exact = {**way, "lenience": 1}
+    requests = [Request(one.ids, exact, 100) for one in requests]
+    agree(served, reference, requests)
+    assert sums[0] < sum(steps(served, one) for one in requests[:10])
+
+
+def test_copies_are_exact_whatever_the_lenience(engine, model, monkeypatch):
+    drafted = sampler.BlockSampler._drafted
+
+    def doubted(*words):
+        tokens, chance = drafted(*words)
+        return tokens, 0 * chance  # so that nothing but copies is drafted
+
+    monkeypatch.setattr(sampler.BlockSampler, "_drafted", doubted)
+    way = {"mode": "verified", "lookup": 9, "lenience": 1e-6}
+    requests = [Request(ids, way, 100, ignore_eos=True) for ids in prompts(model("nano"), 10)]
+    served = engine("nano", **FUSED)
+    agree(served, model("nano"), requests)
+    assert sum(steps(served, one) for one in requests) < 900
 
 
 def test_drafts_from_branches_that_lose_their_cache(engine, model):

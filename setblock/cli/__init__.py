@@ -50,6 +50,14 @@ __all__ = [
 ]
 
 
+def _told(error: typer.TyperException) -> str:
+    """Typer's own message, and the value that an option can't have, which it may leave out."""
+    message = error.format_message()
+    problems = getattr(error.__cause__ or error.__context__, "errors", list)()
+    given = [repr(one["input"]) for one in problems[:1]]
+    return message + "".join(f", got {value}" for value in given if value not in message)
+
+
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     # Else the interpreter takes a second at its end to search all of torch for garbage.
@@ -57,7 +65,7 @@ def main() -> None:
     try:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
-        message = error.format_message().replace(": Value error, ", ": ")
+        message = _told(error).replace(": Value error, ", ": ")
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
             message += "; what begins with a dash and is no option goes last, after --"
         fail(message or "a command is missing", error.exit_code)

@@ -65,10 +65,11 @@ def command(
         raise ModelError(f"{name} has sliding-window attention, which the plugin does not serve")
     given = {key: value for key, value in settings.items() if value is not None}
     own = checked_settings({**read_settings(place), **given})
-    if not own.get("trained", False) and not allow_untrained:
+    trained = own.get("trained", False)
+    if not trained and not allow_untrained:
         raise ModelError(
             f"{name} was never trained for set block decoding: its blocks would hardly make sense; "
-            "--allow-untrained serves it all the same"
+            "--allow-untrained serves it, token by token unless a request asks for blocks"
         )
     mask = own.get("mask_token_id")
     if mask is None or not 0 <= mask < config.vocab_size:
@@ -80,7 +81,7 @@ def command(
     parse(solver)
     size = own.get("block_size", BLOCK_SIZE)
     # The settings of an adapter hold, and not those of its base, which vLLM would read.
-    served = {"mode": own.get("mode", "sbd"), "solver": solver}
+    served = {"mode": own.get("mode", "sbd" if trained else "ntp"), "solver": solver}
     drafting = dict(own.get("verified", {}))
     if "block_size" in given:
         drafting.pop("block_size", None)

@@ -12,7 +12,7 @@ from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
-OWN = ("mode", "solver", "block_size", "draft", "lookup")
+OWN = ("mode", "solver", "block_size", "draft", "lookup", "lenience")
 DRAFTS = ("branches", "solver")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
@@ -29,6 +29,7 @@ class Decoding:
     sampler: of any seed; each request has its own, see `seed_of`.
     branches: the forward that verifies a draft makes the next one, see `state`; the
     solver is not asked then. lookup: copied tokens of a draft at most.
+    lenience: of drafts that are not copied, as for `setblock.generate`; 1 is lossless.
     """
 
     verified: bool
@@ -37,6 +38,7 @@ class Decoding:
     sampler: Sampler
     branches: bool = False
     lookup: int = 0
+    lenience: float | int = 1
 
 
 def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
@@ -60,16 +62,24 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     if type(size) is not int or not 1 <= size <= canvas:
         raise ValueError(f"block_size must lie in 1..{canvas}, the server's, got {size!r}")
     size = 1 if mode == "ntp" else size
-    # By no longer block could `state.ahead` tell what is verified from the masks behind it.
-    most = size - 1 if size > 1 else canvas - 1
-    lookup = extra.get("lookup", min(drafting.get("lookup", 0), most))
+    lookup = extra.get("lookup", min(drafting.get("lookup", 0), canvas - 1))
     if "lookup" in extra and not branches:
         raise ValueError(
             f"lookup is for mode verified with draft branches (on a server with --fused), got "
             f"{lookup!r} with mode {mode}" + (" and draft solver" if mode == "verified" else "")
         )
-    if type(lookup) is not int or not 0 <= lookup <= most:
-        raise ValueError(f"lookup must lie in 0..{most} with block_size {size}, got {lookup!r}")
+    if type(lookup) is not int or not 0 <= lookup < canvas:
+        raise ValueError(f"lookup must lie in 0..{canvas - 1}, got {lookup!r}")
+    lenience = extra.get("lenience", 1)
+    if type(lenience) not in (int, float) or not 0 < lenience <= 1:
+        raise ValueError(
+            f"lenience must be a number in (0, 1], where 1 is lossless, got {lenience!r}"
+        )
+    if lenience != 1 and (mode != "verified" or size == 1):
+        raise ValueError(
+            f"lenience is for mode verified with blocks of more than one token, got {lenience!r} "
+            f"with mode {mode} and block_size {size}"
+        )
     _refuse(params)
     sampler = Sampler(
         temperature=params.temperature,
@@ -78,7 +88,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         seed=params.seed or 0,
     )
     own = parse(solver), size, replace(sampler, seed=0)
-    return Decoding(mode != "sbd", *own, branches, lookup)
+    return Decoding(mode != "sbd", *own, branches, lookup, lenience)
 
 
 def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> bool:

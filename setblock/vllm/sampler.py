@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 )
 
 from setblock.solvers import Predictions
-from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of
+from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of, nearly
 from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import Decoding
 
@@ -55,7 +55,7 @@ class BlockSampler:
         for kind in np.unique(kinds[kinds >= 0]):
             how, places = state.kinds[kind], np.flatnonzero(kinds == kind)
             if how.branches:
-                widest = 2 * how.block_size if how.block_size > 1 else state.canvas
+                widest = max(how.block_size, 1 + how.lookup) + how.block_size
                 most = max(MOST_LOGITS // (logits.shape[-1] * widest), 1)
                 for some in np.split(places, range(most, len(places), most)):
                     self._redraft(how, some, ahead, logits, input_batch, sampled, num_sampled)
@@ -145,7 +145,7 @@ class BlockSampler:
 
         if how.verified:
             known = block[:, 1:] != state.mask_token_id
-            agree = (chosen[:, :-1] == block[:, 1:]) & known
+            agree = known & self._agree(how, scores, chosen, block, slots, predicted)
             emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
         else:
             emitted = torch.full_like(slots, width)
@@ -188,7 +188,8 @@ class BlockSampler:
         block = state.block[slots, :longest]
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         chosen = how.sampler.pick(scores, rows, position + 1, seeds)
-        agree = (chosen[:, :-1] == block[:, 1:]) & (offset[1:] < widths[:, None])
+        agree = self._agree(how, scores, chosen, block, slots, position + 1)
+        agree &= offset[1:] < widths[:, None]
         emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
         first = chosen.gather(1, emitted[:, None] - 1)
         answer = self._answer(block, slots, position)
@@ -198,18 +199,18 @@ class BlockSampler:
         blocks = self._new_blocks(first[:, 0])
         chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
         if (drafting := np.flatnonzero(ahead[places])).size:
-            behind = width[drafting, None] + np.arange(1, size)
+            open_slots = ahead[places[drafting], None]
+            offset = np.arange(1, size)
+            behind = width[drafting, None] + np.minimum(offset, open_slots - 1)
             at = state.sent(input_batch.query_start_loc_np[places[drafting], None] + behind)
             guesses = self._clean(logits[state.sent(begins[drafting, None] + behind)])
             some = state.sent(drafting)
             there = starts[some, None] + state.sent(behind)
             drafted, right = self._drafted(how, guesses, at, first[some, 0], there, seeds[some])
             blocks[some, 1:size] = drafted
-            # Behind other tokens than these the text goes on in another way; and what vLLM cut
-            # short, since its budget was spent, has no masks where they should be.
-            asked = (state.block[slots] != state.mask_token_id).sum(dim=1)
-            of_use = (emitted == widths) & (asked == widths)
-            chance[some, : size - 1] = right * of_use[some, None]
+            # Behind other tokens than these the text goes on in another way.
+            of_use = (emitted == widths)[some, None] & state.sent(offset < open_slots)
+            chance[some, : size - 1] = right * of_use
         starts_on, text = starts + emitted, None
         if how.lookup:
             last = int(input_batch.num_computed_tokens_np[places].max())
@@ -233,6 +234,23 @@ class BlockSampler:
         rows = self.state.row.expand(len(first))
         drafted, at, logits, _ = drafts_of(how.sampler, logits, rows, places, joining, seeds)
         return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
+
+    def _agree(
+        self, how: Decoding, scores: Tensor, chosen: Tensor, block: Tensor, slots: Tensor,
+        predicted: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Which tokens behind a block's first may stay: those chosen there, and with lenience others
+        that are nearly as likely, by the rules of `VerifiedRows._said`.
+        """
+        state, drafted, said = self.state, block[:, 1:], chosen[:, :-1]
+        agree = said == drafted
+        if how.lenience == 1:
+            return agree
+        rows, seeds = state.row.expand(len(slots)), state.seeds[slots]
+        sampler, places = how.sampler, predicted[:, :-1]
+        near = nearly(sampler, scores[:, :-1], rows, places, drafted, how.lenience, seeds)
+        near &= ~state.ends(drafted, slots) & ~state.ends(said, slots)
+        return agree | (near & ~state.copied[slots, None])
 
     def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a block may belong to the answer: vLLM would cut it behind its end
@@ -295,7 +313,7 @@ class BlockSampler:
         """
         state, drafts = self.state, self.req_states.draft_tokens
         likely = (chance >= LIKELY).long().cumprod(dim=1).sum(dim=1)
-        sure = torch.zeros_like(slots, dtype=torch.bool)
+        better = sure = torch.zeros_like(slots, dtype=torch.bool)
         if text is not None:
             copied, run = looked_up(text, first + 1, how.lookup)
             run = run[:, None] + torch.arange(how.lookup, device=run.device)
@@ -316,6 +334,8 @@ class BlockSampler:
         offset = torch.arange(drafts.shape[1], device=drafts.device)
         held = offset <= count[:, None]
         state.block[slots] = torch.where(held[:, : state.canvas], blocks, state.mask_token_id)
+        state.copied[slots] = better
+        state.keep_held(slots, count + 1)
         # Nothing is drafted behind a copy that is sure to be followed by another.
         behind, size = first + count + 1, how.block_size
         goes_on = ~sure & ~(ends.bool() & held[:, : state.canvas]).any(dim=1) & (size > 1)

@@ -60,11 +60,11 @@ class Blocks:
             ]
             width = self.widths.choose(len(own), sum(drafting))
             for request in self.running:
-                ids, masked = request.spec_token_ids, 0
-                if len(ids) > width and drafts_by_branches(request.sampling_params):
-                    # Of the masks behind what is verified all go: a part is not told from it.
-                    masked = len(ids) - ids.index(self.mask) if self.mask in ids else 0
-                request.spec_token_ids = ids[: min(width, len(ids) - masked)]
+                ids = request.spec_token_ids[:width]
+                if ids[-1:] == [self.mask] and drafts_by_branches(request.sampling_params):
+                    # A single mask would predict what is known then.
+                    ids = ids[:-1] if ids.count(self.mask) == 1 else ids
+                request.spec_token_ids = ids
         return super().schedule(*words, **given)  # type: ignore[misc]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

@@ -46,6 +46,8 @@ class BlockState(ModelState):
     limit       the first position that may not be generated
     seeds       of the sampling noise
     causal      of the step's requests, by their place: whether its forward is causal
+    held        where drafts come from branches, how many tokens of the block are to be verified
+    copied      and whether these were copied from the text
     adaptive: blocks may be cut as the load demands; then their first token is the next-token one,
     so that a block of one token is next-token decoding.
     """
@@ -91,6 +93,9 @@ class BlockState(ModelState):
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
         self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
         self.branches = np.zeros(count, dtype=bool)  # whether its drafts come from branches
+        self.held = torch.zeros(count, dtype=torch.int64, device=device)
+        self._held = HostCopy(self.held)
+        self.copied = torch.zeros(count, dtype=torch.bool, device=device)
         self.slots: dict[str, int] = {}
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -107,6 +112,7 @@ class BlockState(ModelState):
         how = decoding_of(params, self.defaults, self.canvas)
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         self.branches[req_index] = how.branches
+        self.copied[req_index] = False
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
         self.seeds[req_index] = seed_of(params)
@@ -195,14 +201,23 @@ class BlockState(ModelState):
     def ahead(self, input_batch: Any) -> np.ndarray:
         """Of each request, how many tokens of the next block this forward begins, if it does.
 
-        Where drafts come from branches it does if it has more tokens than a block: so many at most
-        are verified.
+        Where drafts come from branches these are all behind what is to be verified.
         """
         count, sizes = input_batch.num_reqs, self._sizes(input_batch)
+        if not self.fused:
+            return np.zeros(count, dtype=np.int64)
+        slots = input_batch.idx_mapping_np[:count]
         widths = np.diff(input_batch.cu_num_logits_np[: count + 1])
-        branches = self.branches[input_batch.idx_mapping_np[:count]]
-        begins = np.where(branches, widths > sizes, widths == 2 * sizes) & (sizes > 1)
-        return np.where(begins & self.fused, sizes, 0)
+        whole = np.where((widths == 2 * sizes) & (sizes > 1), sizes, 0)
+        if not (branches := self.branches[slots]).any():
+            return whole
+        masks = np.maximum(widths - self._held.read()[slots], 0)
+        return np.where(branches, masks, whole)
+
+    def keep_held(self, slots: Tensor, held: Tensor) -> None:
+        """So many tokens of the next forwards of these requests are to be verified."""
+        self.held[slots] = held
+        self._held.update()
 
     def _sizes(self, input_batch: Any) -> np.ndarray:
         """The block size of each request; 0 of those that vLLM makes up to measure a step."""
@@ -247,3 +262,25 @@ class BlockState(ModelState):
     def ends(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Which of these tokens end their request."""
         return (tokens[..., None] == self.stops[slots][:, None]).any(dim=-1)
+
+
+class HostCopy:
+    """A device's tensor as the host knows it: of the last step, which was over when the scheduler
+    asked for this one, so that reading it waits for nothing.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        pinned = source.device.type != "cpu"
+        self.host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=pinned)
+        self.copied = torch.Event(source.device) if pinned else None
+
+    def update(self) -> None:
+        self.host.copy_(self.source, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+
+    def read(self) -> np.ndarray:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host.numpy()
