@@ -124,9 +124,7 @@ class VerifiedRows(Rows):
             return exact, nats
         draft = self.draft[:, :longest]
         [drafted] = to_device(logits.device, draft)
-        near = nearly(
-            sampler, logits[:, :-1], rows, there[:, :-1], drafted, self.settings.lenience
-        )
+        near = nearly(sampler, logits[:, :-1], rows, there[:, :-1], drafted, self.settings.lenience)
         exact, nats, near = to_host(exact, nats, near)
         own = exact[:, :-1]
         near = near & (np.arange(longest) < self.length[:, None])

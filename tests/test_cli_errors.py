@@ -52,7 +52,7 @@ SHORT = ["--max-new-tokens", "8"]
         (["--prompt", "a", "--device", "toaster"], "device 'toaster' can't be used"),
         (["--prompt", "a", "--mode", "fast"], "Invalid value for '--mode'"),
         (["--prompt", "a", "--dtype", "int8"], "Invalid value for '--dtype'"),
-        (["--prompt", "a", "--max-new-tokens", "x"], "unable to parse string as an integer, got 'x'"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "parse string as an integer, got 'x'"),
         (["--prompt", "a", "--temperature", "hot"], "string as a number, got 'hot'"),
         (["--promt", "a"], "No such option: --promt"),
         (["-5 + 3?"], "No such option: -5; what begins with a dash and is no option goes last, a"),

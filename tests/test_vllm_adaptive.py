@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from setblock.vllm.adaptive import STEPS, TRIALS, Widths
+from setblock.vllm.adaptive import STEPS, TRIALS, Width, Widths
 from setblock.vllm.requests import BRANCHES, WIDTH
 from setblock.vllm.scheduler import Blocks
 
-WIDTHS = (1, 4, 8, 16)
+WIDTHS = (Width(1), Width(4), Width(8), Width(16))
 
 
 class Server:
@@ -21,13 +21,13 @@ class Server:
         self.used: list[int] = []
 
     def best(self) -> float:
-        return max(self.tokens[width] / self.seconds[width] for width in WIDTHS)
+        return max(self.tokens[width] / self.seconds[width] for width, _ in WIDTHS)
 
     def run(self, widths: Widths, steps: int) -> float:
         """Tokens a second over these steps."""
         begin, total = self.now, 0
         for _ in range(steps):
-            width = widths.choose(self.running, self.running)
+            width = widths.choose(self.running, self.running).tokens
             self.used.append(width)
             self.now += self.seconds[width]
             self.owed += self.tokens[width] * self.running
@@ -91,7 +91,7 @@ def test_idle_times_do_not_count():
         server.now += 1000
         widths.choose(0, 0)
         server.running = 1
-    for width, one in widths.loads[1, 1].yields.items():
+    for (width, _), one in widths.loads[1, 1].yields.items():
         assert one.rate == pytest.approx(YIELDS[width] / LIGHT[width], rel=0.2)
 
 
@@ -110,7 +110,7 @@ def test_next_token_requests_say_nothing_of_drafts():
     widths = Widths(WIDTHS, clock=lambda: server.now)
     server.run(widths, 100 * STEPS)
     for _ in range(100 * STEPS):  # one token a step, whatever the width
-        assert widths.choose(4, 0) == 16
+        assert widths.choose(4, 0) == Width(16)
         server.now += HEAVY[16]
         widths.count(4)
     before = len(server.used)
@@ -119,8 +119,8 @@ def test_next_token_requests_say_nothing_of_drafts():
 
 
 def test_one_width_is_no_choice():
-    widths = Widths((1,))
-    assert {widths.choose(running, running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {1}
+    widths = Widths((Width(1),))
+    assert {widths.choose(running, running) for running in (0, 1, 5, 5, 5, 9) * STEPS} == {Width(1)}
 
 
 def test_a_new_load_goes_by_the_nearest_one():
@@ -145,18 +145,21 @@ def test_a_new_load_goes_by_the_nearest_one():
 @pytest.mark.parametrize(
     ("width", "branches", "ids", "kept"),
     [
-        (8, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3, 3]),
-        (7, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3]),
-        (5, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3]),
-        (4, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
-        (9, True, [5, 6, 7, 3], [5, 6, 7]),
-        (4, True, [], []),
-        (4, False, [5, 3, 3, 3, 3], [5, 3, 3, 3]),
-        (2, False, [5, 3, 3, 3, 3], [5, 3]),
-        (2, True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6]),
-        (1, True, [5, 3, 3, 3, 3], [5]),
-        (2, True, [5, 6, 7], [5, 6]),
-        (4, False, [5, 3, 3, 3, 3, 3, 3, 3], [5, 3, 3, 3]),
+        ((8,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3, 3]),
+        ((7,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3, 3, 3]),
+        ((5,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7, 3, 3]),
+        ((4,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
+        ((9,), True, [5, 6, 7, 3], [5, 6, 7]),
+        ((4,), True, [], []),
+        ((8, False), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
+        ((2, False), True, [5, 6, 7], [5, 6]),
+        ((8, False), False, [5, 3, 3, 3, 3], [5, 3, 3, 3, 3]),
+        ((4,), False, [5, 3, 3, 3, 3], [5, 3, 3, 3]),
+        ((2,), False, [5, 3, 3, 3, 3], [5, 3]),
+        ((2,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6]),
+        ((1,), True, [5, 3, 3, 3, 3], [5]),
+        ((2,), True, [5, 6, 7], [5, 6]),
+        ((4,), False, [5, 3, 3, 3, 3, 3, 3, 3], [5, 3, 3, 3]),
     ],
 )
 def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
@@ -178,5 +181,5 @@ def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
 
     scheduler: Any = Scheduler()
     scheduler.mask = 3
-    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: width)
+    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: Width(*width))
     assert scheduler.schedule() == kept

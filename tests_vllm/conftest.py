@@ -145,6 +145,13 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def width(monkeypatch) -> Callable[..., None]:
     """width(choose): the widths of the steps, in place of what was measured."""
-    from setblock.vllm.adaptive import Widths
+    from setblock.vllm.adaptive import Width, Widths
 
-    return lambda choose: monkeypatch.setattr(Widths, "choose", lambda self, *load: choose())
+    def put(choose: Callable[[], int | tuple[int, bool]]) -> None:
+        def chosen(*_: Any) -> Width:
+            found = choose()
+            return Width(*found) if isinstance(found, tuple) else Width(found)
+
+        monkeypatch.setattr(Widths, "choose", chosen)
+
+    return put

@@ -90,7 +90,7 @@ def test_with_widths_that_change(engine, model):
 @pytest.mark.parametrize("kind", ["nano", "chained:llama"])
 def test_drafts_from_branches_at_widths_drawn_for_every_step(engine, model, kind, width):
     draw = random.Random(2)
-    width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32)))
+    width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
     served = engine(kind, adaptive=True, **FUSED)
     agree(served, model(kind), mixed(model(kind), 32, BRANCHES))
 

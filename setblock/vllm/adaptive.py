@@ -10,11 +10,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STEPS = 16  # of a window, over which a width is judged
 SETTLE = 4  # steps behind a change of width that are not judged: blocks begin without any token
 TRIALS = 0.02  # of the time, at most, that trials of worse widths may lose
 MEMORY = 0.8  # weight of the windows before, at each new one
+
+
+class Width(NamedTuple):
+    """What of a request's draft a step takes: so many tokens, and of drafts from branches, without
+    `masks`, those that are known alone: copies.
+    """
+
+    tokens: int
+    masks: bool = True
 
 
 @dataclass
@@ -38,9 +48,9 @@ class Load:
     first: of them, the one to begin with. steps: below 0 while a change of width settles.
     """
 
-    yields: dict[int, Yield]
-    first: int
-    width: int = 0
+    yields: dict[Width, Yield]
+    first: Width
+    width: Width | None = None
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -48,6 +58,7 @@ class Load:
 
     def note(self, tokens: int, seconds: float, now: float) -> None:
         """A step at this width."""
+        assert self.width is not None
         self.steps += 1
         self.spent += seconds
         if self.steps <= 0:
@@ -65,23 +76,25 @@ class Load:
         found.due = now + lost * (len(self.yields) - 1) / TRIALS
         self.steps, self.tokens, self.seconds, self.spent = 0, 0, 0.0, 0.0
 
-    def choose(self, now: float) -> int:
+    def choose(self, now: float) -> Width:
         """The width of the next step: in a window's first one the best, or one to try."""
         if self.steps == 0:
             width = self._best(now)
-            if self.width not in (0, width):
+            if self.width not in (None, width):
                 self.steps = -SETTLE
             self.width = width
+        assert self.width is not None
         return self.width
 
-    def _best(self, now: float) -> int:
+    def _best(self, now: float) -> Width:
         best = self.best()
         if not self.yields[best].seconds:
             return best
         due = [width for width, one in self.yields.items() if width != best and one.due <= now]
-        return min(due, key=lambda width: (self.yields[width].due, -width)) if due else best
+        widest = sorted(due, reverse=True)
+        return min(widest, key=lambda width: self.yields[width].due, default=best)
 
-    def best(self) -> int:
+    def best(self) -> Width:
         """The width that yields most, as far as is known."""
         tried = [width for width, one in self.yields.items() if one.seconds]
         return max(tried, key=lambda width: self.yields[width].rate, default=self.first)
@@ -103,14 +116,14 @@ class Widths:
     the nearest.
     """
 
-    widths: Sequence[int]
+    widths: Sequence[Width]
     clock: Callable[[], float] = time.perf_counter
     loads: dict[tuple[int, int], Load] = field(default_factory=dict)
     _current: Load | None = None  # of the step under way; None where nothing is to be chosen
     _begin: float = 0.0
     _tokens: int = 0
 
-    def choose(self, running: int, drafting: int) -> int:
+    def choose(self, running: int, drafting: int) -> Width:
         """The width of the next step, with so many requests running."""
         now = self.clock()
         if self._current is not None:

@@ -239,8 +239,8 @@ class BlockSampler:
         self, how: Decoding, scores: Tensor, chosen: Tensor, block: Tensor, slots: Tensor,
         predicted: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Which tokens behind a block's first may stay: those chosen there, and with lenience others
-        that are nearly as likely, by the rules of `VerifiedRows._said`.
+        """Which tokens behind a block's first may stay: those chosen there, and with lenience
+        others that are nearly as likely, by the rules of `VerifiedRows._said`.
         """
         state, drafted, said = self.state, block[:, 1:], chosen[:, :-1]
         agree = said == drafted

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from setblock.vllm.adaptive import Widths
+from setblock.vllm.adaptive import Width, Widths
 from setblock.vllm.requests import drafts_by_branches, mask_of, settings_of, width_of
 
 
@@ -24,7 +24,9 @@ def scheduler(**given: Any) -> Any:
     made = type("BlockScheduler", (Blocks, base), {})(**given)
     if settings.get("adaptive", False):
         widest = made.num_spec_tokens
-        made.widths = Widths(sorted({1, max(widest // 4, 1), max(widest // 2, 1), widest}))
+        tokens = {1, max(widest // 4, 1), max(widest // 2, 1), widest}
+        copies = [Width(max(widest // 2, 1), masks=False)] if fused else []
+        made.widths = Widths(sorted([*map(Width, tokens), *copies]))
     made.fused, made.mask = fused, mask_of(config.model_config)
     return made
 
@@ -60,10 +62,11 @@ class Blocks:
             ]
             width = self.widths.choose(len(own), sum(drafting))
             for request in self.running:
-                ids = request.spec_token_ids[:width]
-                if ids[-1:] == [self.mask] and drafts_by_branches(request.sampling_params):
-                    # A single mask would predict what is known then.
-                    ids = ids[:-1] if ids.count(self.mask) == 1 else ids
+                ids = request.spec_token_ids[: width.tokens]
+                if self.mask in ids and drafts_by_branches(request.sampling_params):
+                    # A mask alone would predict what is known then.
+                    if not width.masks or ids.count(self.mask) == 1:
+                        ids = ids[: ids.index(self.mask)]
                 request.spec_token_ids = ids
         return super().schedule(*words, **given)  # type: ignore[misc]
 
