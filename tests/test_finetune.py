@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from trainings import ROWS, next_token_logits, one_line, run, train
 
-from setblock import adapters
+from setblock import adapters, loading
 from setblock.checkpoint import BUNDLED, write_settings
 from setblock.generation import generate
 from setblock.loading import load
@@ -224,6 +224,26 @@ def test_merge(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
     again = load(tmp_path / "again")
     assert again.trained
     assert torch.equal(next_token_logits(again), next_token_logits(merged))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_merge_rounds_once(checkpoint, rows, tmp_path, monkeypatch, capsys, kind) -> None:
+    """Whatever the base is stored in; in memory it is float32 only where it has to be."""
+    stored, folder, whole = tmp_path / "base", tmp_path / "out", tmp_path / "whole"
+    shutil.copytree(checkpoint("qwen3"), stored)
+    network = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=kind)
+    network.save_pretrained(stored)
+    where = ("--model", stored, "--data", rows, "--output-dir", folder)
+    train(monkeypatch, capsys, *where, "--method", "lora", "--learning-rate", "0.05")
+    asked, plain = [], loading.load
+    monkeypatch.setattr(
+        loading, "load", lambda *a, **b: (asked.append(b["dtype"]), plain(*a, **b))[1]
+    )
+    run(monkeypatch, "merge", folder, whole, "--dtype", "bfloat16")
+    assert asked == ["auto"] + ["float32"] * (kind != "bfloat16")
+    exact = plain(folder, dtype="float32", pack=False).network.state_dict()
+    found = load_file(whole / "model.safetensors")
+    assert all(torch.equal(exact[name].to(torch.bfloat16), found[name]) for name in found)
 
 
 def test_merge_refuses_gated(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:

@@ -294,7 +294,10 @@ def merge(
 
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty")
-    model = load_model(model_name, Dtype.float32, "cpu", None, pack=Switch.off)
+    model = load_model(model_name, "auto", "cpu", None, pack=Switch.off)
+    if str(model.dtype) != f"torch.{dtype.value}":  # else they would be rounded twice
+        del model
+        model = load_model(model_name, Dtype.float32, "cpu", None, pack=Switch.off)
     fold(model, output_dir, dtype.value)
     summary = {"model": model_name, "output_dir": str(output_dir), "dtype": dtype.value}
     if as_json:
