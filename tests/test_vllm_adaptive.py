@@ -153,7 +153,7 @@ def test_a_new_load_goes_by_the_nearest_one():
         ((4,), True, [], []),
         ((8, False), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6, 7]),
         ((2, False), True, [5, 6, 7], [5, 6]),
-        ((8, False), False, [5, 3, 3, 3, 3], [5, 3, 3, 3, 3]),
+        ((2, False), True, [5, 6, 7, 3, 3, 3], [5, 6]),
         ((4,), False, [5, 3, 3, 3, 3], [5, 3, 3, 3]),
         ((2,), False, [5, 3, 3, 3, 3], [5, 3]),
         ((2,), True, [5, 6, 7, 3, 3, 3, 3, 3], [5, 6]),
@@ -164,22 +164,34 @@ def test_a_new_load_goes_by_the_nearest_one():
 )
 def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
     """A part of it; of drafts from branches no mask alone, which would draft nothing."""
+    scheduler, request = of_one_request(branches, ids)
+    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: Width(*width))
+    assert scheduler.schedule() == kept
+    # One that the step had no room for has all its tokens again in a wider one.
+    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: Width(16))
+    assert scheduler.schedule() == (kept if branches and ids.count(3) == 1 else ids)
+    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: Width(1))
+    request.spec_token_ids = [8, 9]
+    assert scheduler.schedule() == [8]
+
+
+def of_one_request(branches: bool, ids: list[int]) -> tuple[Any, Any]:
+    """(a scheduler, its request, which is about to take these tokens)."""
+    params = SimpleNamespace(extra_args={WIDTH: 5, BRANCHES: branches})
+    request = SimpleNamespace(sampling_params=params, spec_token_ids=ids, request_id="one")
 
     class Theirs:
         num_spec_tokens = 16
 
         def __init__(self) -> None:
-            extra = {WIDTH: 5, BRANCHES: branches}
-            params = SimpleNamespace(extra_args=extra)
-            self.running = [SimpleNamespace(sampling_params=params, spec_token_ids=ids)]
+            self.running = [request]
 
         def schedule(self) -> Any:
-            return self.running[0].spec_token_ids
+            return request.spec_token_ids
 
     class Scheduler(Blocks, Theirs):
         pass
 
     scheduler: Any = Scheduler()
     scheduler.mask = 3
-    scheduler.widths = SimpleNamespace(choose=lambda running, drafting: Width(*width))
-    assert scheduler.schedule() == kept
+    return scheduler, request

@@ -13,7 +13,7 @@ from test_engine import WAYS, Request, agree, answers, counter, mixed, prompts
 
 from setblock.generation import generate
 from setblock.masks import decoding_layout
-from setblock.vllm import sampler
+from setblock.vllm import sampler, state
 
 FUSED = {"fused": True}
 BRANCHES: tuple[dict[str, Any], ...] = (
@@ -210,10 +210,35 @@ def test_copies_are_exact_whatever_the_lenience(engine, model, monkeypatch):
     assert sum(steps(served, one) for one in requests) < 900
 
 
-def test_drafts_from_branches_that_lose_their_cache(engine, model):
+def test_what_is_verified_is_read_before_anything_new_is_put_there(engine, model, monkeypatch):
+    """Else a step would wait for its own forward."""
+    told, stepped = [], sampler.BlockSampler.__call__
+    for name in ("read", "update"):
+        plain = getattr(state.HostCopy, name)
+        noted = lambda self, name=name, plain=plain: (told.append(name), plain(self))[1]  # noqa: E731
+        monkeypatch.setattr(state.HostCopy, name, noted)
+
+    def checked(*words):
+        told.clear()
+        found = stepped(*words)
+        assert told == sorted(told), "reads come first"
+        steps_seen.append(tuple(told))
+        return found
+
+    steps_seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sampler.BlockSampler, "__call__", checked)
+    served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
+    agree(served, model("nano"), mixed(model("nano"), 16, BRANCHES))
+    assert any({"read", "update"} == set(one) for one in steps_seen)
+
+
+@pytest.mark.parametrize("adaptive", [{}, {"adaptive": True}])
+def test_drafts_from_branches_that_lose_their_cache(engine, model, width, adaptive):
+    draw = random.Random(3)
+    width(lambda: draw.choice((1, 3, 8, 16, 32, (16, False))))
     served = engine(
         "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
-        **FUSED,
+        max_num_batched_tokens=60, **adaptive, **FUSED,
     )  # fmt: skip
     ids = [one for one in prompts(model("nano"), 20) if len(one) < 90]
     ways = [BRANCHES[number % len(BRANCHES)] for number in range(len(ids))]

@@ -29,7 +29,8 @@ class Decoding:
     sampler: of any seed; each request has its own, see `seed_of`.
     branches: the forward that verifies a draft makes the next one, see `state`; the
     solver is not asked then. lookup: copied tokens of a draft at most.
-    lenience: of drafts that are not copied, as for `setblock.generate`; 1 is lossless.
+    lenience: of drafts that are not copied, by the rule of `setblock.generate`; 1 is
+    lossless.
     """
 
     verified: bool

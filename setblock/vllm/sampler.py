@@ -48,8 +48,9 @@ class BlockSampler:
         num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
         # Rejected are all tokens of a forward that leaves nothing in the cache.
         rejected = state.sent(num_logits.astype(np.int32))
-        self._begin(input_batch, np.flatnonzero(num_logits == 0))
+        # Asked before anything new is put there, which reading would wait for.
         ahead = state.ahead(input_batch)
+        self._begin(input_batch, np.flatnonzero(num_logits == 0))
         # Without a kind are requests that vLLM makes up to measure a step.
         kinds = np.where(num_logits > 0, state.kind[slots], -1)
         for kind in np.unique(kinds[kinds >= 0]):

@@ -50,6 +50,8 @@ class Blocks:
         # Of speculative decoding by name, and vLLM's configuration allows it there alone; but each
         # of our steps is one of theirs, and so an answer's own forwards are in its metrics.
         self.spec_decode_metrics_level = "summary"
+        # Of each request whose tokens a step cut: what is left, and all of them.
+        self._cut: dict[str, tuple[list[int], list[int]]] = {}
 
     def schedule(self, *words: Any, **given: Any) -> Any:
         if self.widths is not None:
@@ -61,14 +63,23 @@ class Blocks:
                 for one, request in zip(own, self.running, strict=True)
             ]
             width = self.widths.choose(len(own), sum(drafting))
+            before, self._cut = self._cut, {}
             for request in self.running:
-                ids = request.spec_token_ids[: width.tokens]
-                if self.mask in ids and drafts_by_branches(request.sampling_params):
-                    # A mask alone would predict what is known then.
-                    if not width.masks or ids.count(self.mask) == 1:
-                        ids = ids[: ids.index(self.mask)]
-                request.spec_token_ids = ids
+                left, whole = before.get(request.request_id, (None, None))
+                if whole is not None and request.spec_token_ids is left:  # the step had no room
+                    request.spec_token_ids = whole
+                self._cut_to(width, request)
         return super().schedule(*words, **given)  # type: ignore[misc]
+
+    def _cut_to(self, width: Width, request: Any) -> None:
+        whole = request.spec_token_ids
+        ids = whole[: width.tokens]
+        if self.mask in ids and drafts_by_branches(request.sampling_params):
+            # A mask alone would predict what is known then.
+            if not width.masks or ids.count(self.mask) == 1:
+                ids = ids[: ids.index(self.mask)]
+        request.spec_token_ids = ids
+        self._cut[request.request_id] = ids, whole
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         if not self.fused:

@@ -272,7 +272,7 @@ class HostCopy:
     def __init__(self, source: Tensor) -> None:
         self.source = source
         pinned = source.device.type != "cpu"
-        self.host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=pinned)
+        self.host = torch.zeros(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         self.copied = torch.Event(source.device) if pinned else None
 
     def update(self) -> None:
