@@ -123,8 +123,8 @@ def serve(
         typer.Option(
             "--adaptive",
             help="Engine vllm: blocks as wide as pays under the load at hand, down to one token. "
-            "Mode verified says the same as ever, but for lenience; what mode sbd says then depends "
-            "on the load.",
+            "Mode verified says the same as ever, but for lenience; what mode sbd says then "
+            "depends on the load.",
         ),
     ] = False,
     fused: Annotated[
