@@ -45,6 +45,8 @@ def main(
     (output_dir / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(adapter / "generation_config.json", output_dir)
     own = {"block_size": block_size, "acceptance": acceptance, "verified": {"lookup": lookup}}
+    # Mode "sbd" of an adapter that has learned no first slots, by what lost least of its text.
+    own |= {"slide": True, "solver": "prefix:0.8"}
     write_settings(output_dir, mode="verified", **own)
     shutil.copy(adapter / "log.jsonl", output_dir)
     print(f"{adapter} -> {output_dir}")

@@ -11,7 +11,8 @@ Source: the sampler head of arXiv:2507.11851.
 
 from collections.abc import Callable
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
@@ -85,3 +86,32 @@ def joined(
         here = slice(slot, slot + 1)
         before = pick(scores[:, here], ids[:, here], slot)[:, 0]
     return scores, ids
+
+
+def conditioned(
+    chain: Chain,
+    embedding: nn.Module,
+    logits: Float[Tensor, "batch slots vocab"],
+    context: Float[Tensor, "batch slots width"],
+    before: Int[Tensor, " batch"],
+    exact: Bool[Tensor, "batch slots"],
+    pick: Callable[[Tensor, int], Int[Tensor, "batch 1"]],
+) -> Float[Tensor, "batch slots vocab"]:
+    """The slots' logits, in float32, given the token in the slot before.
+
+    A chain learns which of a slot's candidates it is, if any: they have the same probability
+    together as before, and it divides that anew.
+    before: the token before the first slot. exact: slots whose logits stay. pick: the token in the
+    slot of this number, whose logits are [batch, 1, vocab].
+    """
+    logits = logits.to(torch.float32, copy=True)
+
+    def divide(scores: Tensor, ids: Tensor, slot: int) -> Tensor:
+        own = logits[:, slot : slot + 1]
+        mass = own.gather(-1, ids).logsumexp(dim=-1, keepdim=True)
+        divided = own.scatter(-1, ids, scores.log_softmax(dim=-1) + mass)
+        own.copy_(torch.where(exact[:, slot, None, None], own, divided))
+        return pick(own, slot)
+
+    joined(chain, embedding, logits, context, before, divide)
+    return logits

@@ -25,6 +25,7 @@ SETTINGS = {
     "block_size": int,
     "solver": str,
     "mode": str,
+    "slide": bool,  # in mode "sbd", see decode.Settings
     "trained": bool,
     "dtype": str,
     "device": str,

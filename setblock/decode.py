@@ -7,7 +7,7 @@ tokens.
 `start`; in mode "sbd" a block of `block_size` slots stands behind it, in mode "ntp" nothing. A
 forward takes the final tokens that are not in the cache yet (the prompt, the block just finished,
 or the last token), then the block; the keys of the former are kept, the block's are not.
-Source: arXiv:2509.04185 algorithms 2 and 3.
+Source: arXiv:2509.04185 algorithms 2 and 3; of blocks that slide, arXiv:2509.24007.
 """
 
 import math
@@ -21,10 +21,11 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from setblock.chain import conditioned
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
-from setblock.solvers import Predictions, Solver
+from setblock.solvers import Certain, Predictions, Solver
 from setblock.transfer import to_device, to_host
 
 MODES = ("sbd", "ntp", "verified")
@@ -32,7 +33,7 @@ DRAFTS = ("branches", "solver")
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
-    "sbd": ("next_token_seed", "fallback"),
+    "sbd": ("slide", "next_token_seed", "fallback"),
     "verified": ("draft", "branches", "seeds", "lookup", "lenience"),
 }
 
@@ -45,8 +46,10 @@ class Settings:
     max_new_tokens: generated tokens at most, EOS included.
     stop: texts that end a row; the text is cut before them.
     ignore_eos: generate on past EOS; EOS itself stays allowed.
+    slide: mode "sbd": a block begins behind the last of the final tokens without a gap, instead of
+        behind the last whole block, and ends at the limit; its first token is the next-token one.
     next_token_seed: mode "sbd": a block's first token is the next-token one, whose distribution
-        the forward that encodes the text before it has anyway.
+        the forward that encodes the text before it has anyway. The solver takes it for certain.
     fallback: mode "sbd": a block all of whose masked slots have a higher entropy than this, in
         nats, is finished token by token; None is never.
     draft: mode "verified": "branches" verifies a draft and makes the next one in one forward,
@@ -70,6 +73,7 @@ class Settings:
     sampler: Sampler = field(default_factory=Sampler)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    slide: bool = False
     next_token_seed: bool = False
     fallback: float | int | None = None
     draft: str = "branches"
@@ -92,7 +96,7 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name in ("ignore_eos", "next_token_seed"):
+        for name in ("ignore_eos", "slide", "next_token_seed"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -103,6 +107,11 @@ class Settings:
         ):
             raise ValueError(
                 f"fallback must be a finite entropy of at least 0, got {self.fallback!r}"
+            )
+        if self.slide and self.fallback is not None:
+            raise ValueError(
+                "fallback is for whole blocks, which blocks that slide never are, got "
+                f"{self.fallback!r} with slide"
             )
         if (
             isinstance(self.lenience, bool)
@@ -149,9 +158,14 @@ class Settings:
         return self.mode == "verified" and self.lookup > 0 and self.block_size == 1
 
     @property
+    def seeds_blocks(self) -> bool:
+        """Whether a block's first token is the next-token one where its distribution is known."""
+        return self.slide or self.next_token_seed
+
+    @property
     def num_slots(self) -> int:
-        """Positions that a row takes after its prompt: mode "sbd" has whole blocks at the limit."""
-        step = self.block_size if self.mode == "sbd" else 1
+        """Positions that a row takes after its prompt: whole blocks at the limit, if any."""
+        step = self.block_size if self.mode == "sbd" and not self.slide else 1
         return -(-self.max_new_tokens // step) * step
 
 
@@ -258,10 +272,10 @@ class Rows:
     ) -> tuple[
         Float[Tensor, "batch wanted vocab"],
         Float[Tensor, "batch others vocab"],
-        Float[Tensor, "batch others width"],
+        Float[Tensor, "batch _ width"],
     ]:
-        """Logits of each row's wanted query tokens, and of some that all rows want; of these also
-        what a chain's scores depend on. All on the device.
+        """Logits of each row's wanted query tokens, and of some that all rows want; of these, or of
+        the former where there are none, also what a chain's scores depend on. All on the device.
         """
         needed = wanted[0] if len(wanted) == 1 else np.unique(wanted)
         columns = needed if others is None else np.concatenate([needed, others])
@@ -275,7 +289,40 @@ class Rows:
         if len(wanted) > 1:
             [index] = to_device(logits.device, np.searchsorted(needed, wanted))
             own = own.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-        return own, logits[:, first:], context[:, first:]
+            if others is None:
+                context = context.gather(1, index[..., None].expand(-1, -1, context.shape[-1]))
+        return own, logits[:, first:], context if others is None else context[:, first:]
+
+    def _chained(
+        self,
+        logits: Float[Tensor, "batch slots vocab"],
+        context: Float[Tensor, "batch slots width"],
+        places: Int[ndarray, "batch slots"],
+        known: Int[ndarray, "batch slots"],
+        exact: Bool[ndarray, "batch slots"] | None = None,
+    ) -> Float[Tensor, "batch slots vocab"]:
+        """What a block's slots predict, given the token in the slot before; as it is without a
+        chain.
+
+        places: where the slots are. known: their tokens, the mask token where none is drafted or
+        revealed. exact: slots whose distribution is not a mask's.
+        """
+        chain = self.model.chain
+        if chain is None:
+            return logits
+        exact = np.zeros_like(known, dtype=bool) if exact is None else exact
+        before = self._tokens_at((self.start - 1)[:, None])[:, 0]
+        rows, places_, known_, exact_, before_ = to_device(
+            logits.device, self.rows, places, known, exact, before
+        )
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            here = slice(slot, slot + 1)
+            said = self.settings.sampler.pick(logits, rows, places_[:, here])
+            return torch.where(known_[:, here] == self.model.mask_token_id, said, known_[:, here])
+
+        embedding = self.model.network.get_input_embeddings()
+        return conditioned(chain, embedding, logits, context, before_, exact_, pick)
 
     def _reveal(
         self,
@@ -329,21 +376,22 @@ class DecodeState(Rows):
         self.by_token_until = np.zeros_like(self.start) if self.block_size else self.limit + 1
 
     def step(self) -> Bool[ndarray, "batch length"]:
-        cached = self.cache.lengths
-        prefill = (self.nfe == 0) & (cached < self.prompt_end)
+        cached, sliding = self.cache.lengths, self.settings.slide
+        prefill = (self.nfe == 0) & (cached < self.prompt_end) & (not sliding)
         by_token = self.start < self.by_token_until
         end = np.where(prefill | by_token, self.start, self.start + self.block_size)
+        end = np.minimum(end, self.limit) if sliding else end
         num_queries = int((end - cached).max())
         position = cached[:, None] + np.arange(num_queries)
         layout = decoding_layout(position, self.start, end)
         queries = self._tokens_at(position)
         slots = self.start[:, None] + np.arange(max(self.block_size, 1))
         # A masked slot predicts itself, no shift; the last final token predicts the next one.
-        exact = (by_token | self.settings.next_token_seed) & (cached < self.start)
+        exact = (by_token | self.settings.seeds_blocks) & (cached < self.start)
         predicting = slots.copy()
         predicting[:, 0] -= exact
         wanted = np.maximum(np.minimum(predicting, (end - 1)[:, None]) - cached[:, None], 0)
-        logits, _, _ = self._forward(queries, layout, wanted)
+        logits, _, context = self._forward(queries, layout, wanted)
         self.cache.keep(self.start - cached)
 
         first = np.zeros(slots.shape, dtype=bool)
@@ -354,6 +402,8 @@ class DecodeState(Rows):
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
+        if blocks.any():
+            logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
         predictions = Predictions(logits)
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():
@@ -361,8 +411,9 @@ class DecodeState(Rows):
             if self.settings.fallback is not None:
                 [known] = to_host(nats)
                 open_slots = self._fall_back(known, open_slots, self.settings.fallback)
-            [open_slots] = to_device(logits.device, open_slots)
-            solved = self.settings.solver.reveal(predictions, open_slots)
+            certain = reveal & blocks[:, None]
+            candidates, certain = to_device(logits.device, open_slots | certain, certain)
+            solved = self.settings.solver.reveal(Certain(predictions, certain), candidates)
             chosen, nats, solved = to_host(chosen, nats, solved)
             reveal |= solved
         else:
@@ -385,13 +436,18 @@ class DecodeState(Rows):
         return open_slots & ~collapsed[:, None]
 
     def _move_on(self, slots: Int[ndarray, "batch slots"], yields: Bool[ndarray, " batch"]) -> None:
-        """Move `start` behind a finished block, and token by token behind each final token."""
+        """Move `start` behind a finished block, and behind each final token where blocks slide or
+        decoding is token by token.
+        """
         if not self.block_size:  # every row has its next one
             self.start = self.start + yields
             return
+        known = self._tokens_at(slots) != self.model.mask_token_id
+        if self.settings.slide:
+            self.start = self.start + known.cumprod(axis=1).sum(axis=1)
+            return
         finished = yields & ~self._eligible(slots).any(axis=1)
         by_token = self.start < self.by_token_until
-        known = self._tokens_at(slots) != self.model.mask_token_id
         known &= slots < np.maximum(self.by_token_until, self.start + 1)[:, None]
         run = known.cumprod(axis=1).sum(axis=1)
         step = np.where(by_token, run, np.where(finished, slots.shape[1], 0))

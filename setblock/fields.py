@@ -10,7 +10,7 @@ OPTIONS = {
     **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
     **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds", "lookup"), "an integer"),
     **dict.fromkeys(("mode", "solver", "draft"), "a text"),
-    **dict.fromkeys(("next_token_seed", "ignore_eos"), "true or false"),
+    **dict.fromkeys(("slide", "next_token_seed", "ignore_eos"), "true or false"),
     "stop": "a text or a list of texts",
 }
 # Other fields of both protocols that are taken.

@@ -31,8 +31,8 @@ class Options(TypedDict, total=False):
     block_size: slots of a block. max_new_tokens: default 256. temperature: default 0, greedy.
     top_p, top_k: default off. seed: of the sampling noise. stop: texts that end a row.
     ignore_eos: generate on past EOS.
-    next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of mode
-    "verified"; see decode.Settings.
+    slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
+    mode "verified"; see decode.Settings.
     """
 
     mode: str | None
@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
+    slide: bool | None
     next_token_seed: bool
     fallback: float | None
     draft: str
@@ -59,7 +60,7 @@ COMMON = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos
 OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 
 
-BLOCKS = {"solver", "block_size", "next_token_seed", "fallback"}  # options of mode "sbd"
+BLOCKS = {"solver", "block_size", "slide", "next_token_seed", "fallback"}  # options of mode "sbd"
 
 
 def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Settings:
@@ -101,6 +102,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         fixed_size = tuned or "block_size" in typed
         drafting = "draft" in typed or given.get("lenience", 1) != 1
         given |= _spending(model, given, rows, fixed_size, one_forward=drafting)
+    if given["mode"] == "sbd" and model.slides:
+        given.setdefault("slide", True)
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {

@@ -100,6 +100,7 @@ class Model:
         self.chooses_mode = self.trained or "mode" in settings
         if not self.chooses_mode:
             self.defaults["mode"] = "ntp"
+        self.slides: bool = settings.get("slide", False)  # its blocks, in mode "sbd"
         self.drafting: dict[str, int] = settings.get("verified", {})
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
@@ -137,6 +138,7 @@ class Model:
             "mask_token_id": self.mask_token_id,
             "trained": self.trained,
             "acceptance": self.acceptance if self.acceptance_is_known else None,
+            "slide": self.slides or None,
             "verified": self.drafting or None,
         }
 

@@ -44,6 +44,32 @@ class Predictions:
         """The largest probability of each prediction."""
         return self.probability.amax(-1)
 
+    @cached_property
+    def margin(self) -> Score:
+        """The largest probability of each prediction, minus the second largest."""
+        first, second = self.probability.topk(2).values.unbind(-1)
+        return first - second
+
+
+class Certain(Predictions):
+    """Predictions that leave no doubt at some positions, whatever their logits say."""
+
+    def __init__(self, predictions: Predictions, certain: Positions) -> None:
+        super().__init__(predictions.logits)
+        self.before, self.certain = predictions, certain
+
+    @cached_property
+    def entropy(self) -> Score:
+        return self.before.entropy.masked_fill(self.certain, 0)
+
+    @cached_property
+    def confidence(self) -> Score:
+        return self.before.confidence.masked_fill(self.certain, 1)
+
+    @cached_property
+    def margin(self) -> Score:
+        return self.before.margin.masked_fill(self.certain, 1)
+
 
 @runtime_checkable
 class Solver(Protocol):
@@ -81,8 +107,7 @@ class EntropyBound:
         if self.order == "confidence":
             score = -predictions.confidence
         elif self.order == "margin":
-            first, second = predictions.probability.topk(2).values.unbind(-1)
-            score = second - first
+            score = -predictions.margin
         return entropy_prefix(predictions.entropy, masked, self.gamma, score)
 
 

@@ -174,11 +174,12 @@ class SolverDrafts(VerifiedRows):
         count = np.where(drafting, self.block_size - 1, self.length + 1)
         predicting = (self.start - verifying)[:, None] + np.arange(int(count.max()))
         predicting = np.minimum(predicting, (end - 1)[:, None])
-        logits, _, _ = self._forward(queries, layout, predicting - cached[:, None])
+        logits, _, context = self._forward(queries, layout, predicting - cached[:, None])
         self.nfe = self.nfe + 1
 
         if drafting.any():
-            self._fill(logits[:, : self.block_size - 1])
+            size = self.block_size - 1
+            self._fill(logits[:, :size], context[:, :size])
         longest = int(np.where(verifying, self.length, 0).max())
         _, revealed = self._verify(logits[:, : longest + 1], verifying)
         self.draft = np.where(verifying[:, None], self.model.mask_token_id, self.draft)
@@ -193,13 +194,19 @@ class SolverDrafts(VerifiedRows):
         masked = self.draft == self.model.mask_token_id
         return masked & (offset < self._useful(self.draft)[:, None])
 
-    def _fill(self, logits: Float[Tensor, "batch draft vocab"]) -> None:
+    def _fill(
+        self,
+        logits: Float[Tensor, "batch draft vocab"],
+        context: Float[Tensor, "batch draft width"],
+    ) -> None:
         """What the solver reveals in the blocks of rows that draft."""
+        places = self._places(self.draft.shape[1])
+        logits = self._chained(logits, context, places, self.draft)
         open_slots = self._open() & self.drafting[:, None]
         [open_slots] = to_device(logits.device, open_slots)
         reveal = self.settings.solver.reveal(Predictions(logits), open_slots)
-        places = torch.from_numpy(self._places(self.draft.shape[1]))
-        chosen = self.settings.sampler.pick(logits, torch.from_numpy(self.rows), places)
+        rows = torch.from_numpy(self.rows)
+        chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
         reveal, chosen = to_host(reveal, chosen)
         self.draft = np.where(reveal, chosen, self.draft)
 

@@ -89,6 +89,7 @@ class TableModel(Model):
         self.byte_ids = frozenset()
         self.special_token_ids = frozenset([MASK, EOS, BOS])
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
+        self.slides = False
         self.acceptance_is_known = False
         self.eos_token_ids, self.bos_token_id, self.pad_token_id = frozenset([EOS]), BOS, EOS
         self.forwards: list[tuple[int, int]] = []

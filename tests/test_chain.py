@@ -8,21 +8,25 @@ import pytest
 import reference
 import torch
 from conftest import gated_adapter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from networks import load
 from safetensors.torch import load_file
 from test_adapters import adapted, batches, gated_trainer, gradients
+from test_decode import SLOW, assert_equals_oracle, options, prompts, with_ends
 from torch.nn.functional import cross_entropy
 from trainers import MASK, network
 from trainings import one_line, train
 
-from setblock import adapters, chain, verified
+from setblock import adapters, chain, decode, verified
 from setblock.architectures import attention_mask
-from setblock.chain import Chain, joined
+from setblock.chain import Chain, conditioned, joined
 from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
 from setblock.loading import ModelError
 from setblock.masks import CLEAN
-from setblock.verified import BranchDrafts
+from setblock.sampling import Sampler
+from setblock.verified import BranchDrafts, SolverDrafts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
@@ -170,6 +174,17 @@ def model(checkpoint, tmp_path):
     return load(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def chains(checkpoint, tmp_path_factory):
+    """Gated adapters with a chain, on a base with a tied head and on one without."""
+    made = {}
+    for tied in (False, True):
+        folder = tmp_path_factory.mktemp("chained")
+        gated_adapter(load(checkpoint("llama-tied" if tied else "llama")), folder, chain_width=8)
+        made[tied] = load(folder)
+    return made
+
+
 def test_what_was_saved_is_loaded(checkpoint, tmp_path):
     made = gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)
     held, found = adapters.chain_of(made), load(tmp_path).chain
@@ -185,21 +200,71 @@ def test_what_was_saved_is_loaded(checkpoint, tmp_path):
     assert half.slot.weight.dtype == torch.bfloat16
 
 
-def test_logits_are_those_without_a_chain(model, checkpoint, tmp_path):
-    """Of the next token and of the masks."""
+def test_the_next_token_is_that_without_a_chain(model, checkpoint, tmp_path):
     gated_adapter(load(checkpoint("llama-tied")), tmp_path / "bare")
     bare = load(tmp_path / "bare")
     weights = {n: w for n, w in model.network.state_dict().items() if chain.NAME not in n}
     bare.network.load_state_dict(weights)
     bare.network.setblock_mask.trained = model.network.setblock_mask.trained
-    for mode in ("ntp", "sbd"):
-        for one, other in zip(
-            *(generate(made, PROMPTS, mode=mode, max_new_tokens=20) for made in (model, bare)),
-            strict=True,
-        ):
-            assert one.token_ids == other.token_ids
-            assert one.entropy == other.entropy
-            assert one.nfe == other.nfe
+    both = (generate(made, PROMPTS, mode="ntp", max_new_tokens=20) for made in (model, bare))
+    for one, other in zip(*both, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.entropy == other.entropy
+
+
+@settings(**SLOW, max_examples=12)
+@given(
+    kind=st.booleans(),
+    every=st.sampled_from([4, 15, 300]),
+    prompts=prompts(range(4, 200), max_rows=3),
+    options=options(max_new_tokens=14),
+)
+def test_blocks_are_decoded_as_the_oracle_says(chains, kind, every, prompts, options):
+    """Each slot's token given the one in the slot before, with all of 64 candidates and more."""
+    assert_equals_oracle(with_ends(chains[kind], every), prompts, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_chain_divides_the_candidates_probability_anew(monkeypatch, temperature):
+    """Other tokens keep theirs, as does a slot whose distribution is no mask's."""
+    monkeypatch.setattr(chain, "CANDIDATES", 5)
+    made, embedding = random_chain(), torch.nn.Embedding(12, 6)
+    torch.manual_seed(0)
+    logits, hidden = torch.randn(2, 4, 12), torch.randn(2, 4, 6)
+    exact = torch.tensor([[True, False, False, False], [False] * 4])
+    sampler, places = Sampler(temperature), torch.arange(4)[None].expand(2, -1)
+
+    def pick(logits, slot):
+        return sampler.pick(logits, torch.arange(2), places[:, slot : slot + 1])
+
+    given = made, embedding, logits, made.context(hidden), torch.tensor([1, 2]), exact, pick
+    with torch.no_grad():
+        found = conditioned(*given)
+    assert torch.equal(found[exact], logits[exact])
+    candidates = logits.topk(5).indices
+    own, new = logits.softmax(-1), found.softmax(-1)
+    torch.testing.assert_close(
+        own.gather(-1, candidates).sum(-1), new.gather(-1, candidates).sum(-1)
+    )
+    others = torch.ones_like(own, dtype=torch.bool).scatter(-1, candidates, False)
+    torch.testing.assert_close(own[others], new[others])
+    changed = (own - new).abs().amax(-1) > 1e-3
+    assert torch.equal(changed, ~exact)
+
+
+def test_a_solvers_drafts_know_the_token_before(model, monkeypatch):
+    """A chain that always says the same token is what the block is filled with."""
+
+    def stubborn(chain, embedding, logits, context, before, exact, pick):
+        return torch.full_like(logits, -30.0).index_fill(-1, torch.tensor([77]), 0.0)
+
+    monkeypatch.setattr(decode, "conditioned", stubborn)
+    options: dict[str, Any] = {"mode": "verified", "draft": "solver", "solver": "fixed:3"}
+    run = settings_for(model, block_size=4, max_new_tokens=20, ignore_eos=True, **options)
+    state = SolverDrafts(model, [PROMPTS[0]], [0], run)
+    state.step()
+    state.step()
+    assert state.draft[0].tolist() == [77] * 3
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

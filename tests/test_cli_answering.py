@@ -166,6 +166,8 @@ def test_a_terminal_is_no_prompt(run, trained):
             ["--mode", "sbd", "--next-token-seed", "--fallback", "0.5"],
             {"mode": "sbd", "next_token_seed": True, "fallback": 0.5},
         ),
+        (["--mode", "sbd", "--slide"], {"mode": "sbd", "slide": True, "fallback": None}),
+        (["--mode", "sbd", "--no-slide", "--fallback", "3"], {"slide": False, "fallback": 3}),
         (
             ["--mode", "verified", "--branches", "3", "--seeds", "2", "--lookup", "4"],
             {"mode": "verified", "branches": 3, "seeds": 2, "lookup": 4},

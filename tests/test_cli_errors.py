@@ -118,6 +118,7 @@ def test_wrong_words_of_generate(run, trained, words, message):
         (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
         (["--mode", "verified", "--solver", "fixed:2"], "verified with --draft solver"),
         (["--mode", "ntp", "--next-token-seed"], "--next-token-seed is for mode sbd"),
+        (["--mode", "ntp", "--slide"], "--slide is for mode sbd, and the modes are ntp"),
         (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, and the modes"),
         (["--mode", "verified", "--branches", "0"], "branches must be an integer of at least 1"),
         (["--limit", "1", "--block-size", "-1"], "block_size must be"),

@@ -75,6 +75,9 @@ def test_evaluate_in_verified_mode(run, trained):
     [line] = run("evaluate", trained, *words, *drafted).json["results"]
     assert (line["mode"], line["solver"]) == ("verified", "fixed:2")
     assert line["settings"]["draft"] == "solver"
+    for word, slides in (("--slide", True), ("--no-slide", False)):
+        [line] = run("evaluate", trained, *words, "--mode", "sbd", word).json["results"]
+        assert line["settings"]["slide"] is slides
 
 
 def test_evaluate_a_benchmark_task(run, trained, tmp_path):

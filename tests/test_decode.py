@@ -108,7 +108,9 @@ def options(draw, max_new_tokens: int):
     }
     if chosen["mode"] == "sbd":
         chosen["next_token_seed"] = draw(st.booleans())
-        chosen["fallback"] = draw(st.sampled_from([None, None, 0.0, 0.4, 1.0]))
+        chosen["slide"] = draw(st.booleans())
+        if not chosen["slide"]:
+            chosen["fallback"] = draw(st.sampled_from([None, None, 0.0, 0.4, 1.0]))
     if draw(st.booleans()):
         chosen["temperature"] = draw(st.sampled_from([0.3, 1.0, 1.5]))
         chosen["top_k"] = draw(st.sampled_from([0, 3]))

@@ -199,6 +199,7 @@ def test_a_line_of_the_record(model, problems):
         "sampler": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 5},
         "stop": ("@@",),
         "ignore_eos": False,
+        "slide": False,
         "next_token_seed": False,
         "fallback": None,
         "draft": "branches",

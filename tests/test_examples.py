@@ -184,6 +184,7 @@ def test_smollm2_recipe(checkpoint, tmp_path, monkeypatch, capsys):
     assert (shipped.defaults["mode"], shipped.defaults["block_size"]) == ("verified", 6)
     assert shipped.acceptance == 0.62
     assert shipped.drafting == {"lookup": 5}
+    assert (shipped.slides, shipped.defaults["solver"]) == (True, "prefix:0.8")
 
 
 def test_plot_log(tmp_path):

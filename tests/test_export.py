@@ -77,6 +77,7 @@ def test_settings_are_those_of_the_model(exported, checkpoint):
         {"mode": "ntp"},
         {"solver": "entropy:inf", "block_size": 7},
         {"next_token_seed": True, "fallback": 2.0},
+        {"slide": True},
         {"mode": "verified", "draft": "solver", "solver": "fixed:2"},
     ],
 )

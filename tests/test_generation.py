@@ -162,6 +162,11 @@ def test_options_out_of_range(options, message):
         ({"stop": (1,)}, r"stop must be texts, none of them empty, got \(1,\)"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
         ({"next_token_seed": 1}, "next_token_seed must be True or False, got 1"),
+        ({"slide": 1}, "slide must be True or False, got 1"),
+        (
+            {"slide": True, "fallback": 1.5},
+            "fallback is for whole blocks, which blocks that slide never are, got 1.5 with slide",
+        ),
     ],
 )
 def test_settings_of_a_wrong_type(fields, message):
@@ -370,6 +375,7 @@ def test_blocks_of_a_model_never_trained_for_them_only_if_asked_for(checkpoint):
     assert settings_for(model).mode == "ntp"
     asked: list[dict[str, Any]] = [
         {"solver": "fixed:2"}, {"block_size": 4}, {"next_token_seed": True}, {"fallback": 1.0},
+        {"slide": True},
     ]  # fmt: skip
     for option in asked:
         assert settings_for(model, **option).mode == "sbd"

@@ -19,6 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ntp": {"mode": "ntp"},
     "sbd": {"mode": "sbd", "solver": "fixed:2"},
     "seeded": {"mode": "sbd", "solver": "entropy:0.5", "next_token_seed": True},
+    "sliding": {"mode": "sbd", "solver": "confidence:0.01", "slide": True},
     "verified": {"mode": "verified", "branches": 2, "seeds": 1},
     "copied": {"mode": "verified", "branches": 1, "lookup": 6},
     "drafts": {"mode": "verified", "draft": "solver", "solver": "fixed:2"},

@@ -23,6 +23,7 @@ from setblock.serve import build
         {"mode": "verified", "branches": 2, "seeds": 1, "lookup": 6},
         {"mode": "verified", "draft": "solver", "solver": "entropy:inf", "block_size": 8},
         {"solver": "entropy:0.1", "block_size": 7, "next_token_seed": True, "fallback": 2.0},
+        {"solver": "prefix:0.9", "slide": True},
         {"temperature": 1.0, "seed": 5, "top_k": 40, "top_p": 0.9},
         {"mode": "verified", "temperature": 1.0, "seed": 5},
         {"mode": "verified", "lenience": 0.01},

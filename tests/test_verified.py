@@ -448,8 +448,8 @@ def test_a_next_token_seed_is_the_next_token(networks) -> None:
             text = [*prompt, *result.token_ids[:first]]
             [exact] = generate(model, [text], mode="ntp", max_new_tokens=1)
             assert result.token_ids[first] == exact.token_ids[0]
-        # The prompt's forward yields one; then 3, or the exact one and 3, of each block.
-        assert result.nfe == 1 + 1 + 1 + 1 + 1 + 1
+        # The prompt's forward yields one, the next 3; then 3, the exact one among them, and 1.
+        assert result.nfe == 1 + 1 + 2 + 2 + 2 + 1
 
 
 def test_a_next_token_seed_of_blocks_of_one_token_is_next_token_decoding(networks) -> None:
@@ -460,6 +460,60 @@ def test_a_next_token_seed_of_blocks_of_one_token_is_next_token_decoding(network
     )
     assert [one.token_ids for one in seeded] == [one.token_ids for one in exact]
     assert [one.nfe for one in seeded] == [one.nfe for one in exact]
+
+
+@pytest.mark.parametrize("solver", ["fixed:1", "entropy:0", "prefix:1.0"])
+@pytest.mark.parametrize("block_size", [1, 5])
+def test_of_blocks_that_slide_and_reveal_no_more_each_token_is_the_next(
+    networks, solver, block_size
+) -> None:
+    """In as many forwards as next-token decoding takes: the solver is content with that token."""
+    model = with_ends(networks["llama", 2], 7)
+    exact = generate(model, PROMPTS, mode="ntp", max_new_tokens=11)
+    options: dict[str, Any] = {"block_size": block_size, "max_new_tokens": 11, "solver": solver}
+    for batch_size in (1, 3):
+        slid = generate(model, PROMPTS, mode="sbd", slide=True, batch_size=batch_size, **options)
+        assert [one.token_ids for one in slid] == [one.token_ids for one in exact]
+        assert [one.nfe for one in slid] == [one.nfe for one in exact]
+
+
+@given(data=st.data(), seed=st.integers(0, 20))
+@settings(max_examples=60, **SLOW)
+def test_blocks_that_slide_take_no_more_forwards_than_tokens(data, seed) -> None:
+    """And yield a token without a gap in each, the next-token one."""
+    options = {
+        "block_size": data.draw(st.integers(1, 9)),
+        "solver": data.draw(st.sampled_from(SOLVERS)),
+        "max_new_tokens": data.draw(st.integers(1, 40)),
+        "ignore_eos": True,
+    }
+    model, texts = TableModel.random(seed), data.draw(prompts(range(3, 12), 3))
+    for text, result in zip(
+        texts, generate(model, texts, mode="sbd", slide=True, **options), strict=True
+    ):
+        assert result.nfe <= result.num_tokens
+        steps = list(result.reveal_step)
+        for forward in range(1, result.nfe + 1):
+            # What a forward begins with: the first token that none before it revealed.
+            first = next(place for place, step in enumerate(steps) if step >= forward)
+            if steps[first] == forward:
+                [exact] = generate(
+                    model, [[*text, *result.token_ids[:first]]], mode="ntp", max_new_tokens=1
+                )
+                assert result.token_ids[first] == exact.token_ids[0]
+
+
+def test_a_checkpoint_may_say_that_its_blocks_slide(checkpoint) -> None:
+    model = load(checkpoint("llama", settings={"slide": True, "trained": True}))
+    assert settings_for(model).slide
+    assert not settings_for(model, slide=False, fallback=1.0).slide
+    assert not settings_for(model, mode="ntp").slide
+    assert not settings_for(model, mode="verified").slide
+    assert model.settings["slide"] is True
+    with pytest.raises(ValueError, match="fallback is for whole blocks"):
+        settings_for(model, fallback=1.0)
+    with pytest.raises(ValueError, match="setblock setting slide must be bool, got 1"):
+        load(checkpoint("llama", settings={"slide": 1}))
 
 
 @pytest.mark.parametrize("seed_first", [False, True])

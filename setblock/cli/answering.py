@@ -31,6 +31,7 @@ from setblock.cli.common import (
     SeedFirstOption,
     SeedOption,
     SeedsOption,
+    SlideOption,
     SolverOption,
     Switch,
     TemperatureOption,
@@ -100,6 +101,7 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
     ] = False,
+    slide: SlideOption = None,
     next_token_seed: SeedFirstOption = False,
     fallback: FallbackOption = None,
     draft: DraftOption = None,
@@ -139,6 +141,7 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
         "ignore_eos": ignore_eos,
+        "slide": slide,
         "next_token_seed": next_token_seed or None,
         "fallback": fallback,
         "draft": draft.value if draft else None,
@@ -239,6 +242,7 @@ def info(
         **{f"default_{name}": value for name, value in model.defaults.items()},
         "acceptance": model.acceptance,
         "acceptance_source": "the checkpoint's" if model.acceptance_is_known else "assumed",
+        "slide": model.slides,
         "verified": model.drafting or None,
     }
     if as_json:
@@ -373,6 +377,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         **asdict(settings.sampler),
         "stop": settings.stop,
         "ignore_eos": settings.ignore_eos,
+        "slide": settings.slide,
         "next_token_seed": settings.next_token_seed,
         "fallback": settings.fallback,
         "draft": settings.draft if settings.mode == "verified" else None,

@@ -116,6 +116,15 @@ BlockSizeOption = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
+SlideOption = Annotated[
+    bool | None,
+    typer.Option(
+        help="Begin the next block behind the last final token, instead of behind the whole block, "
+        "each with the token that next-token decoding has there. Default: the checkpoint's, else "
+        "whole blocks.",
+        rich_help_panel=SBD,
+    ),
+]
 SeedFirstOption = Annotated[
     bool,
     typer.Option(

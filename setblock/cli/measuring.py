@@ -29,6 +29,7 @@ from setblock.cli.common import (
     SeedFirstOption,
     SeedOption,
     SeedsOption,
+    SlideOption,
     Switch,
     TemperatureOption,
     TopKOption,
@@ -114,6 +115,7 @@ def evaluate(
     ] = None,
     block_size: BlockSizeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    slide: SlideOption = None,
     next_token_seed: SeedFirstOption = False,
     fallback: FallbackOption = None,
     draft: DraftOption = None,
@@ -174,6 +176,7 @@ def evaluate(
         "mode": mode,
         "solver": solver,
         "block-size": block_size,
+        "slide": slide,
         "next-token-seed": next_token_seed or None,
         "fallback": fallback,
         "draft": draft,
@@ -219,7 +222,11 @@ def evaluate(
             f"{', '.join(modes)}; got {solver}"
         )
     own = {
-        Mode.sbd: {"next_token_seed": next_token_seed or None, "fallback": fallback},
+        Mode.sbd: {
+            "slide": slide,
+            "next_token_seed": next_token_seed or None,
+            "fallback": fallback,
+        },
         Mode.verified: {
             "draft": draft and draft.value,
             "branches": branches,

@@ -12,7 +12,7 @@ from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
-OWN = ("mode", "solver", "block_size", "draft", "lookup", "lenience")
+OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
 DRAFTS = ("branches", "solver")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
@@ -57,6 +57,12 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
+    slide = extra.get("slide", mode == "sbd" and defaults.get("slide", False))
+    if slide is not False:
+        whose = "" if "slide" in extra else ", as the checkpoint has it"
+        raise ValueError(
+            f"slide must be false on vLLM, where blocks are whole, got {slide!r}{whose}"
+        )
     branches = _by_branches(extra, mode, defaults)
     drafting = defaults.get("verified", {}) if branches else {}
     size = extra.get("block_size", min(drafting.get("block_size", canvas), canvas))
