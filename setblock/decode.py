@@ -426,7 +426,7 @@ class DecodeState(Rows):
         self,
         nats: Float[ndarray, "batch slots"],
         open_slots: Bool[ndarray, "batch slots"],
-        bound: float,
+        bound: float | int,
     ) -> Bool[ndarray, "batch slots"]:
         """The slots that the solver may still choose from; a collapsed block has none."""
         sure = open_slots & (nats <= bound)

@@ -128,7 +128,7 @@ def unfit(model: Model, mode: str) -> str | None:
     if mode == "sbd" and model.gated:
         return (
             f"{model.name} is a gated adapter, made to draft: in mode sbd nothing corrects its "
-            "drafts; expect poor text"
+            "drafts; expect worse text"
         )
     return None
 

@@ -22,7 +22,7 @@ from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, Spending
 from setblock.scores import Sample, Score, drop_bounds
 
-NAMES = ("mode", "solver", *DRAFTING)  # what tells settings apart
+NAMES = ("mode", "solver", "slide", *DRAFTING)  # what tells settings apart
 FIRST_ITEMS = 8  # of the first round, at least
 FINALISTS = 3
 BASELINE: dict[str, Any] = {"mode": "ntp"}
@@ -71,13 +71,15 @@ class Tried:
     """What to try.
 
     modes: of MODES. solvers: texts, of mode "sbd". block_sizes: None for `longest` in mode "sbd",
-    and all up to it in mode "verified". longest: None for the checkpoint's block size.
+    and all up to it in mode "verified". longest: None for the checkpoint's block size. slides:
+    whether blocks do, in mode "sbd".
     """
 
     modes: Sequence[str] = MODES
     solvers: Sequence[str] = SOLVERS
     block_sizes: Sequence[int] | None = None
     longest: int | None = None
+    slides: Sequence[bool] = (False, True)
 
     def check(self, model: Model) -> None:
         """Raises: ValueError for what is no mode or solver, or no block size."""
@@ -102,12 +104,13 @@ class Tried:
         return _verified(spent)
 
     def with_solvers(self, model: Model) -> list[dict[str, Any]]:
-        """Every solver with every block size, in mode "sbd"."""
+        """Every solver with every block size, in mode "sbd", whole blocks and blocks that slide."""
         sizes = self.block_sizes or [self.up_to(model)]
         return [
-            {"mode": "sbd", "solver": solver, "block_size": size}
+            {"mode": "sbd", "solver": solver, "block_size": size, "slide": slide}
             for size in (dict.fromkeys(sizes) if "sbd" in self.modes else ())
             for solver in dict.fromkeys(self.solvers)
+            for slide in self.slides
         ]
 
     def verified(self, model: Model, rows: int) -> list[dict[str, Any]]:
@@ -356,7 +359,7 @@ def words(settings: Mapping[str, Any]) -> str:
     if lookup and settings["block_size"] == 1:
         return f"{settings['mode']}, {lookup} alone"
     said = f"{settings['mode']} {solver}" if solver else settings["mode"]
-    said += f", blocks of {settings['block_size']}"
+    said += f", blocks of {settings['block_size']}" + " that slide" * bool(settings.get("slide"))
     for name, plural, count in (("branch", "branches", branches), ("seed", "seeds", seeds)):
         said += f", {count} {name if count == 1 else plural}" if count else ""
     return f"{said}, {lookup}" if lookup else said

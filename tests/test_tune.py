@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def judge(monkeypatch):
 
 def tuned(model, items, tried=None, target=None, **more):
     rounds = []
-    tried = tried or Tried(solvers=SOME, block_sizes=[4])
+    tried = tried or Tried(solvers=SOME, block_sizes=[4], slides=[False])
     line = tune.tune(
         model, items, tried, target or Target(0.005, 0.9, "forwards"), 8,
         on_round=rounds.append, **FEW, **more,
@@ -340,7 +340,7 @@ def test_verified_settings_to_try(model):
     wide.check(model)
     assert {one["branches"] for one in wide.verified(model, 1)} == {1}, "200 would be too many"
     twice = Tried(["sbd"], ["fixed:2", "fixed:2"], [4, 4])
-    assert len(twice.with_solvers(model)) == 1
+    assert [one["slide"] for one in twice.with_solvers(model)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -371,6 +371,7 @@ def test_words():
     assert words(nothing | {"mode": "ntp", "block_size": 4}) == "ntp"
     sbd = {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
     assert words(nothing | sbd) == words(sbd) == "sbd fixed:2, blocks of 4"
+    assert words(sbd | {"slide": True}) == "sbd fixed:2, blocks of 4 that slide"
     drafted = {"mode": "verified", "solver": "fixed:2", "block_size": 3}
     assert words(drafted) == "verified, blocks of 3"
     assert words(drafted | {"branches": 1, "seeds": 0}) == "verified, blocks of 3, 1 branch"
@@ -404,6 +405,21 @@ OPTIONS = (
     *("--solver", "fixed:2", "--solver", "entropy:inf", "--block-size", "4", "--block-size", "8"),
     *("--batch-size", "4", "--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu"),
 )
+
+
+def test_blocks_that_slide_are_tried_and_written(run, checkpoint, tmp_path, judge):
+    judge(lambda mode, number: True)
+    folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "copy")
+    words = ("tune", folder, "--task", "json", "--mode", "sbd", *OPTIONS, "--json")
+    both = run(*words, "--no-write").json["rounds"][0]["settings"]
+    told = {(one["solver"], one["block_size"], one["slide"]) for one in both}
+    assert told == set(product(("fixed:2", "entropy:inf"), (4, 8), (False, True)))
+    for word, slides in (("--slide", True), ("--no-slide", False)):
+        record = run(*words, word).json
+        assert {one["slide"] for one in record["rounds"][0]["settings"]} == {slides}
+        assert record["results"][0]["chosen"]["slide"] is slides
+        assert load(folder).slides is slides, "written, or taken away again"
+    assert "--slide is for mode sbd" in run("tune", folder, "--mode", "verified", "--slide").error
 
 
 def test_command(run, checkpoint, tmp_path, judge, capsys):
@@ -455,8 +471,8 @@ def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
         changed = {**json.loads(after)["setblock"]}
         assert 0 < changed.pop("acceptance") < 1, "measured, so written"
         assert changed == json.loads(before)["setblock"]
-    alone = ("--mode", "sbd", "--block-size", "4", "--no-write")  # shares its error with no other
-    shown = run("tune", folder, *words, *alone).out
+    alone = ("--mode", "sbd", "--block-size", "4", "--no-slide", "--no-write")
+    shown = run("tune", folder, *words, *alone).out  # one, which shares its error with no other
     assert "needs 539 confirming items, here were 20" in " ".join(shown.split())
 
 

@@ -83,6 +83,13 @@ def tune(
             rich_help_panel=DECODING,
         ),
     ] = None,
+    slide: Annotated[
+        bool | None,
+        typer.Option(
+            help="To try in mode sbd: only blocks that slide, or only whole ones. Default: both.",
+            rich_help_panel=DECODING,
+        ),
+    ] = None,
     block_size: Annotated[
         list[int] | None,
         typer.Option(
@@ -173,9 +180,11 @@ def tune(
         items = load_items(TASKS[task[0]], rows, limit)
     if len(items) < 2:
         raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
-    tried = tuning.Tried(mode or tuning.MODES, solver or tuning.SOLVERS, block_size)
-    if solver and "sbd" not in tried.modes:
-        raise ValueError("--solver is for mode sbd, which --mode leaves out")
+    slides = (False, True) if slide is None else (slide,)
+    tried = tuning.Tried(mode or tuning.MODES, solver or tuning.SOLVERS, block_size, slides=slides)
+    for name, value in (("solver", solver or None), ("slide", slide)):
+        if value is not None and "sbd" not in tried.modes:
+            raise ValueError(f"--{name} is for mode sbd, which --mode leaves out")
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     if not model.trained:  # else what is tried is measured
         warn_unfit(model, "sbd")
@@ -303,6 +312,7 @@ def write_choice(
             settings["verified"] = {name: chosen[name] for name in DRAFTING}
         else:
             settings |= {name: chosen[name] for name in ("solver", "block_size")}
+            settings["slide"] = chosen["slide"] or None
         if mask_token_id is not None:
             settings["mask_token_id"] = mask_token_id
         if dtype is not None:
