@@ -192,7 +192,7 @@ def test_settings_answer_in_turns(model, items, judge):
     judge(lambda mode, number: True)
     order: list[int] = []
     tuned(
-        model, items, Tried(["sbd"], SOME[:3], [4]),
+        model, items, Tried(["sbd"], SOME[:3], [4], slides=[False]),
         on_sample=lambda run, sample: order.append(run // 2),
     )  # fmt: skip
     turns = [order[first : first + 8] for first in range(0, 4 * 8, 8)]
@@ -241,7 +241,7 @@ def test_by_clock(model, items, judge):
     """Seconds per token, of the same items; here as an earlier run left them."""
     judge(lambda mode, number: True)
     kept: dict[int, list] = {}
-    two = Tried(["sbd"], SOME[:2], [4])
+    two = Tried(["sbd"], SOME[:2], [4], slides=[False])
     tuned(model, items, two, on_sample=lambda run, one: kept.setdefault(run, []).append(one))
 
     def timed(run):
