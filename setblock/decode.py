@@ -163,10 +163,14 @@ class Settings:
         return self.slide or self.next_token_seed
 
     @property
+    def stride(self) -> int:
+        """What a row ends at a multiple of: a block where blocks are whole."""
+        return self.block_size if self.mode == "sbd" and not self.slide else 1
+
+    @property
     def num_slots(self) -> int:
-        """Positions that a row takes after its prompt: whole blocks at the limit, if any."""
-        step = self.block_size if self.mode == "sbd" and not self.slide else 1
-        return -(-self.max_new_tokens // step) * step
+        """Positions that a row takes after its prompt."""
+        return -(-self.max_new_tokens // self.stride) * self.stride
 
 
 class Rows:
@@ -412,8 +416,9 @@ class DecodeState(Rows):
                 [known] = to_host(nats)
                 open_slots = self._fall_back(known, open_slots, self.settings.fallback)
             certain = reveal & blocks[:, None]
-            candidates, certain = to_device(logits.device, open_slots | certain, certain)
-            solved = self.settings.solver.reveal(Certain(predictions, certain), candidates)
+            candidates, known = to_device(logits.device, open_slots | certain, certain)
+            told = Certain(predictions, known) if certain.any() else predictions
+            solved = self.settings.solver.reveal(told, candidates)
             chosen, nats, solved = to_host(chosen, nats, solved)
             reveal |= solved
         else:

@@ -98,10 +98,10 @@ class Engine(GenerateManager):
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
                 settings = settings_for(self.model, **asked.options)
-                size = settings.block_size if settings.mode == "sbd" else 1
+                size = settings.stride
                 limit = (context - len(ids)) // size * size
                 if limit < 1:
-                    block = "a token" if settings.mode != "sbd" else f"a block of {size}"
+                    block = "a token" if size == 1 else f"a block of {size}"
                     raise Refused(
                         asked.prompt,
                         f"must leave room for {block} in the model's context of {context} tokens, "

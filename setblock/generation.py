@@ -81,9 +81,10 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         )
     typed = {k: v for k, v in options.items() if v is not None}
     given = {**model.defaults, **typed}
-    if "mode" not in typed and not model.chooses_mode and typed.keys() & BLOCKS:
+    idle = {name for name in typed.keys() & BLOCKS if typed[name] is not False}
+    if "mode" not in typed and not model.chooses_mode and idle:
         given["mode"] = "sbd"
-    if given["mode"] == "ntp" and "mode" not in typed and (idle := typed.keys() & BLOCKS):
+    if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
             f"{min(idle)} is for decoding in blocks, and {model.name} decodes in mode ntp unless "
             f"another is asked for; got {typed[min(idle)]} and no mode"
@@ -102,8 +103,13 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         fixed_size = tuned or "block_size" in typed
         drafting = "draft" in typed or given.get("lenience", 1) != 1
         given |= _spending(model, given, rows, fixed_size, one_forward=drafting)
-    if given["mode"] == "sbd" and model.slides:
-        given.setdefault("slide", True)
+    if given["mode"] == "sbd" and model.slides and "slide" not in typed:
+        if "fallback" in typed:
+            raise ValueError(
+                f"fallback is for whole blocks, and those of {model.name} slide unless slide is "
+                f"False (--no-slide); got {typed['fallback']!r}"
+            )
+        given["slide"] = True
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     draws = {
@@ -370,8 +376,7 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
-        step = settings.block_size if settings.mode == "sbd" else 1
-        most = (model.context_length - len(prompt)) // step * step
+        most = (model.context_length - len(prompt)) // settings.stride * settings.stride
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
             f"it exceeds the model's context of {model.context_length} tokens{model.context_note}"

@@ -52,7 +52,9 @@ class Predictions:
 
 
 class Certain(Predictions):
-    """Predictions that leave no doubt at some positions, whatever their logits say."""
+    """Predictions whose scores leave no doubt at some positions; logits and probabilities are the
+    model's.
+    """
 
     def __init__(self, predictions: Predictions, certain: Positions) -> None:
         super().__init__(predictions.logits)

@@ -434,7 +434,7 @@ class SBDTrainer(SFTTrainer):
         model = Model(
             self.model, self._tokenizer, mask_token_id=self.args.mask_token_id, settings=settings
         )
-        for name in ("acceptance", "verified"):  # of other weights
+        for name in ("acceptance", "slide", "verified"):  # of other weights
             settings.pop(name, None)
         generation.setblock = {
             **settings,

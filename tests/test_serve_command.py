@@ -181,6 +181,30 @@ def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint,
     assert sizes[2:] == [8, 2]
 
 
+def test_blocks_slide_where_the_server_or_the_checkpoint_says_so(run, checkpoint, monkeypatch):
+    """A request without a limit then goes on to the last token of the context."""
+    folder = checkpoint("llama", settings={"trained": True, "slide": True, "solver": "fixed:2"})
+    room = load(folder).context_length
+    found = []
+
+    def ask(server: Any, sockets: Any) -> None:
+        with TestClient(server.config.app) as client:
+            for own in ({}, {"slide": False}, {"slide": True}):
+                body = {"prompt": "hi secret", "ignore_eos": True, **own}
+                found.append(client.post("/v1/completions", json=body).json()["usage"])
+
+    monkeypatch.setattr("uvicorn.Server.run", ask)
+    for word, slides in (((), True), (("--slide",), True), (("--no-slide",), False)):
+        told = run("serve", folder, "--port", "0", "--block-size", "7", "--json", *word).json
+        assert told["slide"] is slides
+    free = room - found[0]["prompt_tokens"]
+    whole = free // 7 * 7
+    assert whole < free
+    assert [one["completion_tokens"] for one in found] == [
+        *(free, whole, free), *(free, whole, free), *(whole, whole, free)
+    ]  # fmt: skip
+
+
 SLOW = """
 import time
 from setblock.model import Model

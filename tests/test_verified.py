@@ -510,8 +510,10 @@ def test_a_checkpoint_may_say_that_its_blocks_slide(checkpoint) -> None:
     assert not settings_for(model, mode="ntp").slide
     assert not settings_for(model, mode="verified").slide
     assert model.settings["slide"] is True
-    with pytest.raises(ValueError, match="fallback is for whole blocks"):
+    with pytest.raises(ValueError, match=r"slide unless slide is False \(--no-slide\); got 1\.0"):
         settings_for(model, fallback=1.0)
+    plain = load(checkpoint("llama"))
+    assert settings_for(plain, slide=False).mode == "ntp", "asks for nothing"
     with pytest.raises(ValueError, match="setblock setting slide must be bool, got 1"):
         load(checkpoint("llama", settings={"slide": 1}))
 

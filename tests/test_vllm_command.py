@@ -49,7 +49,7 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
         "architectures": ["SetBlockLlamaForCausalLM"],
         "canvas_length": 16,
         "mask_token_id": 3,
-        "setblock": {"mode": "sbd", "solver": "prefix:0.99", "verified": {}},
+        "setblock": {"mode": "sbd", "solver": "prefix:0.99", "verified": {}, "slide": False},
     }
     assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
@@ -103,10 +103,23 @@ def test_every_option(run, ran, checkpoint, environments):
     assert (overrides["canvas_length"], overrides["mask_token_id"]) == (8, 9)
     assert overrides["setblock"] == {
         "mode": "verified", "solver": "fixed:2", "verified": {}, "draft": "solver",
-        "adaptive": True, "fused": True,
+        "adaptive": True, "fused": True, "slide": False,
     }  # fmt: skip
     assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}  # two blocks
     assert "--no-async-scheduling" in words
+
+
+def test_blocks_are_whole(run, ran, checkpoint):
+    """What is served says whether the checkpoint's slide, of which requests in mode sbd hear."""
+    settings = {"trained": True, "mask_token_id": 9, "slide": True, "mode": "sbd"}
+    folder = checkpoint("qwen3", free_rows=3, settings=settings)
+    words = ("serve", folder, "--engine", "vllm")
+    for typed in ((), ("--slide",), ("--mode", "sbd")):
+        error = run(*words, *typed).error
+        assert "in blocks that slide, which they do not on vLLM: --no-slide serves whole" in error
+    for typed, slides in ((("--no-slide",), False), (("--mode", "verified"), True)):
+        run(*words, *typed)
+        assert json.loads(after(ran[-1], "--hf-overrides"))["setblock"]["slide"] is slides
 
 
 @pytest.mark.parametrize(("words", "mode"), [([], "ntp"), (["--mode", "sbd"], "sbd")])
@@ -170,7 +183,7 @@ def test_an_adapter_is_put_on_its_base(run, ran, checkpoint, tmp_path):
     overrides = json.loads(after(ran[0], "--hf-overrides"))
     assert (overrides["mask_token_id"], overrides["canvas_length"]) == (7, 4)
     own = {"mode": "verified", "solver": "entropy:0.1", "adapter": str(folder.resolve())}
-    assert overrides["setblock"] == {**own, "verified": drafting}
+    assert overrides["setblock"] == {**own, "verified": drafting, "slide": False}
     run("serve", folder, "--engine", "vllm", "--block-size", "3")
     overrides = json.loads(after(ran[1], "--hf-overrides"))
     assert overrides["canvas_length"] == 3

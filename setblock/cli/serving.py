@@ -20,6 +20,7 @@ from setblock.cli.common import (
     ModelName,
     ModeOption,
     PackOption,
+    SlideOption,
     SolverOption,
     Switch,
     app,
@@ -99,6 +100,7 @@ def serve(
     mode: ModeOption = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
+    slide: SlideOption = None,
     allow_untrained: Annotated[
         bool,
         typer.Option(
@@ -144,7 +146,7 @@ def serve(
     loopback behind a proxy alone; with --json, one line says where it listens. Engine vllm is
     vLLM's own server.
     """
-    given: Any = {"mode": mode, "solver": solver, "block_size": block_size}
+    given: Any = {"mode": mode, "solver": solver, "block_size": block_size, "slide": slide}
     if engine is Engine.vllm:
         from setblock.vllm.command import command
 
@@ -192,6 +194,8 @@ def serve(
         if not model.trained:
             model.told.update(MODES)  # --allow-untrained has heard of it
         chosen = settings_for(model, **given)  # bad values are refused here
+        model.slides = model.slides if slide is None else slide
+        del given["slide"]
         model.defaults |= {name: value for name, value in given.items() if value is not None}
         model.defaults["mode"] = chosen.mode
         if compile is not Compile.off:
@@ -202,7 +206,8 @@ def serve(
         place = f"[{host}]" if ":" in host else host
         address = f"http://{place}:{listening.getsockname()[1]}/v1"
         if as_json:
-            print_json({"model": model_name, "url": address, **model.defaults})
+            told = {**model.defaults, "slide": chosen.slide}
+            print_json({"model": model_name, "url": address, **told})
         else:
             out.print(f"{model_name} answers at {address} until Ctrl-C")
         # A client that never sends the rest of its request does not keep the server from ending.

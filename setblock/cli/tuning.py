@@ -258,6 +258,7 @@ def search(
         return line
     acceptance = model.acceptance if model.acceptance_is_known else None
     before = {**model.defaults, **model.drafting, "acceptance": acceptance}
+    before["slide"] = model.slides and before["mode"] == "sbd"
     record["rounds"] = []
 
     def note(done: dict[str, Any]) -> None:

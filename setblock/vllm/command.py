@@ -86,6 +86,12 @@ def command(
     if "block_size" in given:
         drafting.pop("block_size", None)
     served["verified"] = drafting
+    served["slide"] = own.get("slide", False)
+    if served["slide"] and served["mode"] == "sbd":
+        raise ModelError(
+            f"{name} decodes in blocks that slide, which they do not on vLLM: --no-slide serves "
+            "whole blocks"
+        )
     served |= {"draft": "solver"} if "solver" in given else {}
     served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
     served |= {"adapter": lasting(name)} if base is not None else {}
