@@ -311,22 +311,22 @@ class Rows:
         places: where the slots are. known: their tokens, the mask token where none is drafted or
         revealed. exact: slots whose distribution is not a mask's.
         """
-        chain = self.model.chain
+        chain, mask = self.model.chain, self.model.mask_token_id
         if chain is None:
             return logits
         exact = np.zeros_like(known, dtype=bool) if exact is None else exact
         before = self._tokens_at((self.start - 1)[:, None])[:, 0]
-        rows, places_, known_, exact_, before_ = to_device(
+        rows, at, tokens, fixed, last = to_device(
             logits.device, self.rows, places, known, exact, before
         )
 
         def pick(logits: Tensor, slot: int) -> Tensor:
             here = slice(slot, slot + 1)
-            said = self.settings.sampler.pick(logits, rows, places_[:, here])
-            return torch.where(known_[:, here] == self.model.mask_token_id, said, known_[:, here])
+            said = self.settings.sampler.pick(logits, rows, at[:, here])
+            return torch.where(tokens[:, here] == mask, said, tokens[:, here])
 
         embedding = self.model.network.get_input_embeddings()
-        return conditioned(chain, embedding, logits, context, before_, exact_, pick)
+        return conditioned(chain, embedding, logits, context, last, fixed, pick)
 
     def _reveal(
         self,
