@@ -271,6 +271,7 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--api-key", "secret"], "--api-key is for engine vllm"),
         (["--adaptive"], "--adaptive is for engine vllm"),
         (["--fused"], "--fused is for engine vllm"),
+        (["--no-fused"], "--no-fused is for engine vllm"),
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),

@@ -44,16 +44,17 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
     assert after(words, "--served-model-name") == "nano"
     assert (after(words, "--host"), after(words, "--port")) == ("127.0.0.1", "0")
     assert after(words, "--dtype") == "float32"
-    assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}
+    assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 32}  # two blocks
+    own = {"mode": "sbd", "solver": "prefix:0.99", "verified": {}, "slide": False}
     assert json.loads(after(words, "--hf-overrides")) == {
         "architectures": ["SetBlockLlamaForCausalLM"],
         "canvas_length": 16,
         "mask_token_id": 3,
-        "setblock": {"mode": "sbd", "solver": "prefix:0.99", "verified": {}, "slide": False},
+        "setblock": {**own, "fused": True},
     }
     assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
-    assert "--no-async-scheduling" not in words
+    assert "--no-async-scheduling" in words
     assert after(words, "--middleware") == "setblock.vllm.fields.Fields"
     assert environments[0]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_API_KEY" not in environments[0]
@@ -109,15 +110,32 @@ def test_every_option(run, ran, checkpoint, environments):
     assert "--no-async-scheduling" in words
 
 
-def test_blocks_are_whole(run, ran, checkpoint):
+def test_apart(run, ran):
+    """Forwards of always one block, which vLLM's asynchronous scheduler can run."""
+    run("serve", "nano", "--engine", "vllm", "--no-fused", "--no-slide")
+    [words] = ran
+    assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}
+    assert "fused" not in json.loads(after(words, "--hf-overrides"))["setblock"]
+    assert "--no-async-scheduling" not in words
+
+
+def test_blocks_that_slide(run, ran, checkpoint):
     """What is served says whether the checkpoint's slide, of which requests in mode sbd hear."""
     settings = {"trained": True, "mask_token_id": 9, "slide": True, "mode": "sbd"}
-    folder = checkpoint("qwen3", free_rows=3, settings=settings)
+    folder = checkpoint("qwen3", free_rows=3, settings={**settings, "solver": "prefix:0.9"})
     words = ("serve", folder, "--engine", "vllm")
-    for typed in ((), ("--slide",), ("--mode", "sbd")):
+    for typed, hindrance in (
+        (("--solver", "fixed:2"), "on vLLM with solver fixed:2, which may leave gaps (prefix:TAU "),
+        (("--slide", "--no-fused"), "on a server of vLLM's without --fused: --no-slide serves "),
+    ):
         error = run(*words, *typed).error
-        assert "in blocks that slide, which they do not on vLLM: --no-slide serves whole" in error
-    for typed, slides in ((("--no-slide",), False), (("--mode", "verified"), True)):
+        assert f"decodes in blocks that slide, which they can't {hindrance}" in error
+    for typed, slides in (
+        ((), True),
+        (("--slide",), True),
+        (("--no-slide", "--no-fused", "--solver", "fixed:2"), False),
+        (("--mode", "verified", "--no-fused"), True),
+    ):
         run(*words, *typed)
         assert json.loads(after(ran[-1], "--hf-overrides"))["setblock"]["slide"] is slides
 
@@ -182,7 +200,12 @@ def test_an_adapter_is_put_on_its_base(run, ran, checkpoint, tmp_path):
     assert after(ran[0], "--served-model-name") == str(folder)
     overrides = json.loads(after(ran[0], "--hf-overrides"))
     assert (overrides["mask_token_id"], overrides["canvas_length"]) == (7, 4)
-    own = {"mode": "verified", "solver": "entropy:0.1", "adapter": str(folder.resolve())}
+    own = {
+        "fused": True,
+        "mode": "verified",
+        "solver": "entropy:0.1",
+        "adapter": str(folder.resolve()),
+    }
     assert overrides["setblock"] == {**own, "verified": drafting, "slide": False}
     run("serve", folder, "--engine", "vllm", "--block-size", "3")
     overrides = json.loads(after(ran[1], "--hf-overrides"))

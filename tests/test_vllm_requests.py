@@ -13,6 +13,7 @@ from setblock.vllm.requests import decoding_of, mask_of
 
 CANVAS = 8
 FUSED = {"fused": True, "mode": "verified", "verified": {"lookup": 5}}
+SLIDING = {"mode": "sbd", "slide": True, "solver": "prefix:0.9"}
 
 
 def params(**extra: Any) -> Any:
@@ -88,9 +89,13 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
         ({"lookup": 8}, FUSED, r"lookup must lie in 0\.\.7, got 8"),
         ({"lookup": 8, "block_size": 3}, FUSED, r"lookup must lie in 0\.\.7, got 8"),
         ({"seeds": 1}, FUSED, "is not one of mode, solver, block_size, slide, draft, lookup, len"),
-        ({"slide": True}, FUSED, "slide must be false on vLLM, where blocks are whole, got True$"),
-        ({"slide": 0}, FUSED, "slide must be false on vLLM, where blocks are whole, got 0$"),
-        ({"mode": "sbd"}, {"slide": True}, "got True, as the checkpoint has it"),
+        ({"slide": True}, FUSED, "slide is for mode sbd, got True with mode verified"),
+        ({"slide": 2}, FUSED, "slide must be 0 or 1, got 2"),
+        ({"slide": "1"}, FUSED, "slide must be 0 or 1, got '1'"),
+        ({"slide": None}, FUSED, "slide must be 0 or 1, got None"),
+        ({**SLIDING, "solver": "fixed:2"}, FUSED, r"slide must be 0 on vLLM with solver fixed:2, "),
+        (SLIDING, {}, "slide must be 0 on a server of vLLM's without --fused, got True$"),
+        ({"mode": "sbd"}, {**FUSED, "slide": True}, "entropy:0.1.* True, as the checkpoint has it"),
         ({"lenience": 0}, FUSED, r"lenience must be a number in \(0, 1\], .* lossless, got 0"),
         ({"lenience": 1.5}, FUSED, r"lenience must be a number in \(0, 1\], .*, got 1\.5"),
         ({"lenience": "0.5"}, FUSED, r"lenience must be a number in \(0, 1\], .*, got '0\.5'"),
@@ -103,6 +108,24 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
 def test_what_no_draft_can_be_is_named(extra, defaults, message):
     with pytest.raises(ValueError, match=message):
         decoding_of(params(**extra), defaults, CANVAS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "defaults", "slides"),
+    [
+        (SLIDING, FUSED, True),
+        ({**SLIDING, "slide": 1}, FUSED, True),
+        ({**SLIDING, "slide": 0}, FUSED, False),
+        ({"mode": "sbd"}, {**SLIDING, "fused": True}, True),
+        ({"solver": "entropy:0.1", "slide": 0}, {**SLIDING, "fused": True}, False),
+        ({"mode": "verified"}, {**SLIDING, "fused": True}, False),
+        ({"slide": 0}, SLIDING, False),
+    ],
+)
+def test_blocks_that_slide(extra, defaults, slides):
+    found = decoding_of(params(**extra), defaults, CANVAS)
+    assert (found.slide, found.block_size) == (slides, CANVAS)
+    assert found.commits is (slides or found.branches)
 
 
 @pytest.mark.parametrize("extra", [{}, {"draft": "solver"}])

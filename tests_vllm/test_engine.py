@@ -47,10 +47,21 @@ class Request:
         )
 
     def reference(self, model: Any) -> tuple[int, ...]:
-        """Verified decoding is to say what next-token decoding says."""
-        way = {"mode": "ntp"} if self.way.get("mode") == "verified" else self.way
-        options = {**way, **self.sampling, "ignore_eos": self.ignore_eos}
-        return generate(model, [self.ids], max_new_tokens=self.max_tokens, **options)[0].token_ids
+        """Verified decoding is to say what next-token decoding says. Blocks that slide begin behind
+        the token that the prompt's own forward, here without masks, says.
+        """
+        way, most = self.way, self.max_tokens
+        options = {**self.sampling, "ignore_eos": self.ignore_eos}
+        [alone] = generate(model, [self.ids], max_new_tokens=most, mode="ntp", **options)
+        if way.get("mode") in ("verified", "ntp"):
+            return alone.token_ids
+        ids, first = self.ids, ()
+        if way.get("slide"):
+            first = alone.token_ids[:1]
+            ids, most = (*ids, *first), most - 1
+            if not most or alone.num_tokens == 1:
+                return first
+        return first + generate(model, [ids], max_new_tokens=most, **way, **options)[0].token_ids
 
 
 def answers(engine: Any, requests: Sequence[Request]) -> list[tuple[int, ...]]:

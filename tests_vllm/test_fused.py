@@ -25,6 +25,13 @@ BRANCHES: tuple[dict[str, Any], ...] = (
     {"mode": "verified", "lookup": 12, "block_size": 3},
     {"mode": "verified", "lookup": 9, "block_size": 1},  # copies alone
 )
+SLIDING: tuple[dict[str, Any], ...] = (
+    {"slide": True, "solver": "prefix:0.99"},
+    {"slide": True, "solver": "prefix:0.0"},  # whole drafts
+    {"slide": True, "solver": "prefix:0.3", "block_size": 5},
+    {"slide": True, "solver": "prefix:0.3", "block_size": 2},
+    {"slide": True, "solver": "prefix:0.3", "block_size": 1},  # token by token
+)
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
@@ -44,7 +51,8 @@ def test_prompts_in_chunks_and_blocks_cut_by_the_budget(engine, model):
 def test_the_end_of_the_context(engine, model):
     served = engine("nano", max_model_len=64, **FUSED)
     [ids] = [one for one in prompts(model("nano"), 5) if len(one) < 40][:1]
-    for way in (*BRANCHES, {"mode": "verified", "draft": "solver"}, {"mode": "ntp"}):
+    ways = *BRANCHES, *SLIDING, {"mode": "verified", "draft": "solver"}, {"mode": "ntp"}
+    for way in ways:
         agree(served, model("nano"), [Request(ids, way, 64 - len(ids), ignore_eos=True)])
 
 
@@ -112,6 +120,67 @@ def test_drafts_from_branches(engine, model, kind, caching):
     requests = mixed(model(kind), 32, BRANCHES + WAYS)
     agree(served, model(kind), requests)
     agree(served, model(kind), requests[::-1])
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "gated:qwen3", "chained:llama"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_that_slide(engine, model, kind, caching):
+    served = engine(kind, enable_prefix_caching=caching, **FUSED)
+    requests = mixed(model(kind), 32, SLIDING + WAYS)
+    agree(served, model(kind), requests)
+    agree(served, model(kind), requests[::-1])
+
+
+def test_blocks_that_slide_cut_by_the_budget(engine, model):
+    """What is cut short is forwarded again, so that the text is the same."""
+    served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
+    agree(served, model("nano"), mixed(model("nano"), 32, SLIDING))
+
+
+def test_forwards_of_blocks_that_slide(engine, model):
+    """Those that setblock.generate counts behind the first token, and one that commits the last
+    tokens, unless a single one did.
+    """
+    reference, served = model("nano"), engine("nano", **FUSED)
+    for ids in prompts(reference, 10):
+        way = {"slide": True, "solver": "prefix:0.99"}
+        text = Request(ids, way, 60).reference(reference)
+        [found] = generate(reference, [(*ids, text[0])], max_new_tokens=59, **way)
+        assert steps(served, Request(ids, way, 60)) == found.nfe + 1
+        assert steps(served, Request(ids, way, 60)) < len(text) / 3
+
+
+@pytest.mark.parametrize("kind", ["nano", "chained:llama"])
+def test_blocks_that_slide_at_widths_drawn_for_every_step(engine, model, kind, width):
+    """The text depends on the widths then, but every answer ends as asked; single tokens are those
+    of next-token decoding.
+    """
+    draw = random.Random(2)
+    width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
+    served = engine(kind, adaptive=True, **FUSED)
+    requests = mixed(model(kind), 32, SLIDING)
+    for request, ids in zip(requests, answers(served, requests), strict=True):
+        ends = not request.ignore_eos and ids[-1] in model(kind).eos_token_ids
+        assert ends or len(ids) == request.max_tokens
+    width(lambda: 1)
+    ways = [{"mode": "ntp"}] * len(requests)
+    single = [
+        Request(one.ids, way, one.max_tokens, one.sampling, one.ignore_eos)
+        for one, way in zip(requests, ways, strict=True)
+    ]
+    assert answers(served, requests) == [one.reference(model(kind)) for one in single]
+
+
+def test_blocks_that_slide_and_lose_their_cache(engine, model):
+    """What was revealed and in no cache yet is decoded anew: every answer ends as asked."""
+    served = engine(
+        "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
+        max_num_batched_tokens=60, **FUSED,
+    )  # fmt: skip
+    ids = [one for one in prompts(model("nano"), 20) if len(one) < 90]
+    requests = [Request(one, SLIDING[0], 100, ignore_eos=True) for one in ids]
+    assert [len(one) for one in answers(served, requests)] == [100] * len(ids)
+    assert counter(served, "vllm:num_preemptions") > 10
 
 
 def test_drafts_from_branches_cut_by_the_budget(engine, model):

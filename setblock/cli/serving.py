@@ -130,13 +130,14 @@ def serve(
         ),
     ] = False,
     fused: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--fused",
+            "--fused/--no-fused",
             help="Engine vllm: the forward that commits a block begins the next one. Needs vLLM's "
-            "synchronous scheduler.",
+            "synchronous scheduler; without, its asynchronous one may run, and blocks are whole.",
+            show_default="fused",
         ),
-    ] = False,
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
@@ -157,12 +158,13 @@ def serve(
         more = ["--host", host, "--port", str(port), *(words or ())]
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
-        program = command(model_name, settings, allow_untrained, more, adaptive, fused)
+        program = command(model_name, settings, allow_untrained, more, adaptive, fused is not False)
         # Diffusion models run on vLLM's second model runner alone.
         own = {"VLLM_USE_V2_MODEL_RUNNER": "1", **({"VLLM_API_KEY": api_key} if api_key else {})}
         os.execve(program[0], program, {**os.environ, **own})  # does not come back
         return
-    theirs = {"--api-key": api_key, "--adaptive": adaptive, "--fused": fused}
+    theirs: dict[str, Any] = {"--api-key": api_key, "--adaptive": adaptive}
+    theirs |= {"--fused": fused, "--no-fused": fused is False}
     theirs[" ".join(words or ())] = words
     if name := next((name for name, value in theirs.items() if value), None):
         raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")

@@ -14,6 +14,7 @@ from setblock.checkpoint import ModelError, any_of, checked_settings, read_setti
 from setblock.loading import LOAD_ERRORS, base_of, lasting, one_line, place_of
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
+from setblock.vllm.requests import hindrance_to_sliding
 
 BLOCK_SIZE = 16
 # Of vLLM's backends for CUDA the one that takes requests both causal and not on every GPU:
@@ -88,10 +89,11 @@ def command(
     served["verified"] = drafting
     served["slide"] = own.get("slide", False)
     if served["slide"] and served["mode"] == "sbd":
-        raise ModelError(
-            f"{name} decodes in blocks that slide, which they do not on vLLM: --no-slide serves "
-            "whole blocks"
-        )
+        if hindrance := hindrance_to_sliding(solver, fused):
+            raise ModelError(
+                f"{name} decodes in blocks that slide, which they can't {hindrance}: --no-slide "
+                "serves whole blocks"
+            )
     served |= {"draft": "solver"} if "solver" in given else {}
     served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
     served |= {"adapter": lasting(name)} if base is not None else {}

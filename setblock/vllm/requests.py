@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
-from setblock.solvers import Solver, parse
+from setblock.solvers import ConfidentPrefix, Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
@@ -17,7 +17,7 @@ DRAFTS = ("branches", "solver")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none
-BRANCHES = "setblock_branches"  # whether a request's drafts come from branches
+COMMITS = "setblock_commits"  # whether each forward of a request commits, see `Decoding.commits`
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Decoding:
     solver is not asked then. lookup: copied tokens of a draft at most.
     lenience: of drafts that are not copied, by the rule of `setblock.generate`; 1 is
     lossless.
+    slide: mode "sbd": a block begins behind the last final token. What the solver reveals is
+    without a gap then, and the next forward commits all of it.
     """
 
     verified: bool
@@ -40,6 +42,12 @@ class Decoding:
     branches: bool = False
     lookup: int = 0
     lenience: float | int = 1
+    slide: bool = False
+
+    @property
+    def commits(self) -> bool:
+        """Whether each forward commits some tokens and looks at masks behind them."""
+        return self.branches or self.slide
 
 
 def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
@@ -49,7 +57,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     Raises: ValueError naming what is not supported or out of range.
     """
     extra = dict(params.extra_args or {})
-    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, BRANCHES}):
+    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, COMMITS}):
         raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
@@ -57,12 +65,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
-    slide = extra.get("slide", mode == "sbd" and defaults.get("slide", False))
-    if slide is not False:
-        whose = "" if "slide" in extra else ", as the checkpoint has it"
-        raise ValueError(
-            f"slide must be false on vLLM, where blocks are whole, got {slide!r}{whose}"
-        )
+    slide = _slides(extra, mode, solver, defaults)
     branches = _by_branches(extra, mode, defaults)
     drafting = defaults.get("verified", {}) if branches else {}
     size = extra.get("block_size", min(drafting.get("block_size", canvas), canvas))
@@ -95,7 +98,31 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         seed=params.seed or 0,
     )
     own = parse(solver), size, replace(sampler, seed=0)
-    return Decoding(mode != "sbd", *own, branches, lookup, lenience)
+    return Decoding(mode != "sbd", *own, branches, lookup, lenience, slide)
+
+
+def _slides(extra: dict[str, Any], mode: str, solver: str, defaults: dict[str, Any]) -> bool:
+    """Whether blocks slide. Raises: ValueError where they can't."""
+    slide = extra.get("slide", mode == "sbd" and defaults.get("slide", False))
+    if slide not in (False, True):  # 0 and 1 over HTTP
+        raise ValueError(f"slide must be 0 or 1, got {slide!r}")
+    if not slide:
+        return False
+    whose = "" if "slide" in extra else ", as the checkpoint has it"
+    if mode != "sbd":
+        raise ValueError(f"slide is for mode sbd, got {slide!r} with mode {mode}")
+    if hindrance := hindrance_to_sliding(solver, defaults.get("fused", False)):
+        raise ValueError(f"slide must be 0 {hindrance}, got {slide!r}{whose}")
+    return True
+
+
+def hindrance_to_sliding(solver: str, fused: bool) -> str | None:
+    """Where blocks can't slide, if they can't: what is final is committed by the next forward, so
+    that there is no place for a gap, nor a forward of always the same width.
+    """
+    if not isinstance(parse(solver), ConfidentPrefix):
+        return f"on vLLM with solver {solver}, which may leave gaps (prefix:TAU leaves none)"
+    return None if fused else "on a server of vLLM's without --fused"
 
 
 def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> bool:
@@ -130,9 +157,9 @@ def width_of(params: Any, served: int) -> int:
     return int((getattr(params, "extra_args", None) or {}).get(WIDTH, served))
 
 
-def drafts_by_branches(params: Any) -> bool:
-    """Whether a request that was accepted has its drafts from branches."""
-    return (getattr(params, "extra_args", None) or {}).get(BRANCHES, False)
+def commits_always(params: Any) -> bool:
+    """Whether each forward of a request that was accepted commits, see `Decoding.commits`."""
+    return (getattr(params, "extra_args", None) or {}).get(COMMITS, False)
 
 
 def ends_of(params: Any) -> set[int]:
@@ -180,7 +207,7 @@ def install() -> None:
             )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
-        own = {WIDTH: found.block_size, SEED: secrets.randbits(63), BRANCHES: found.branches}
+        own = {WIDTH: found.block_size, SEED: secrets.randbits(63), COMMITS: found.commits}
         self.extra_args = {**(self.extra_args or {}), **own}
 
     validate.of_setblock = True  # type: ignore[attr-defined]

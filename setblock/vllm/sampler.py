@@ -10,7 +10,8 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
-from setblock.solvers import Predictions
+from setblock.chain import conditioned
+from setblock.solvers import Certain, Predictions
 from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of, nearly
 from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import Decoding
@@ -50,12 +51,15 @@ class BlockSampler:
         rejected = state.sent(num_logits.astype(np.int32))
         # Asked before anything new is put there, which reading would wait for.
         ahead = state.ahead(input_batch)
+        asked = state.asked(slots) if state.commits[slots].any() else num_logits
         self._begin(input_batch, np.flatnonzero(num_logits == 0))
         # Without a kind are requests that vLLM makes up to measure a step.
         kinds = np.where(num_logits > 0, state.kind[slots], -1)
         for kind in np.unique(kinds[kinds >= 0]):
             how, places = state.kinds[kind], np.flatnonzero(kinds == kind)
-            if how.branches:
+            if how.commits:
+                if how.slide and not state.adaptive:  # what was cut short is forwarded again
+                    places = places[num_logits[places] == asked[places]]
                 widest = max(how.block_size, 1 + how.lookup) + how.block_size
                 most = max(MOST_LOGITS // (logits.shape[-1] * widest), 1)
                 for some in np.split(places, range(most, len(places), most)):
@@ -91,7 +95,7 @@ class BlockSampler:
         places, slots, ends = places[whole], slots[whole], ends[whole]
         for kind in np.unique(state.kind[slots]):
             how, some = state.kinds[kind], np.flatnonzero(state.kind[slots] == kind)
-            seeded, sampler, width = how.verified or state.adaptive, how.sampler, how.block_size
+            seeded, sampler, width = self._seeded(how), how.sampler, how.block_size
             rows = state.sent(slots[some].astype(np.int64))
             begins = state.sent(ends[some].astype(np.int64))
             state.prompted[rows] = True
@@ -103,7 +107,7 @@ class BlockSampler:
                 noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
                 first = sampler.pick(logits[:, None], *noise)[:, 0]
             blocks = self._new_blocks(first)
-            if how.branches:
+            if how.commits:
                 chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
                 text = None
                 if how.lookup:
@@ -111,6 +115,10 @@ class BlockSampler:
                 self._keep_likely(how, rows, blocks, chance, begins, text)
             else:
                 self._keep(rows, blocks, width, begins)
+
+    def _seeded(self, how: Decoding) -> bool:
+        """Whether a block's first token is the next-token one, known when it begins."""
+        return how.verified or how.slide or self.state.adaptive
 
     def _move_on(
         self, how: Decoding, width: int, fused: bool, places: np.ndarray, logits: Tensor,
@@ -134,13 +142,16 @@ class BlockSampler:
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
-        seeded = how.verified or state.adaptive
+        seeded = self._seeded(how)
         predicted = position + (causal & seeded).long()[:, None]
         chosen = how.sampler.pick(scores, rows, predicted, seeds)
         open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
+        at = state.sent(input_batch.query_start_loc_np[places, None] + np.arange(index.shape[1]))
         if width > 1 or not seeded:
-            reveal = how.solver.reveal(Predictions(scores), open_slots) & open_slots
-            drafted = torch.where(reveal, chosen, block)
+            before = self.req_states.all_token_ids.gpu[slots, starts - 1].long()
+            joined = self._joined(how, scores, at[:, :width], before, block, position, seeds)
+            reveal = how.solver.reveal(Predictions(joined), open_slots) & open_slots
+            drafted = torch.where(reveal, how.sampler.pick(joined, rows, position, seeds), block)
         else:  # the one token is known
             drafted = block
 
@@ -161,10 +172,11 @@ class BlockSampler:
         blocks = self._new_blocks(first)
         fresh = blocks[:, :width]
         if fused:  # which was begun behind the whole block: another start has another future
-            begun = state.open_slots(fresh, slots, starts + width)
-            begun &= how.solver.reveal(Predictions(ahead[0]), begun) & (emitted == width)[:, None]
-            guess = how.sampler.pick(ahead[0], rows, position + width, seeds)
-            fresh = torch.where(begun, guess, fresh)
+            begun, on = state.open_slots(fresh, slots, starts + width), position + width
+            before = block[:, -1]
+            joined = self._joined(how, ahead[0], at[:, width:], before, fresh, on, seeds)
+            begun &= how.solver.reveal(Predictions(joined), begun) & (emitted == width)[:, None]
+            fresh = torch.where(begun, how.sampler.pick(joined, rows, on, seeds), fresh)
         blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
         self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
 
@@ -172,8 +184,9 @@ class BlockSampler:
         self, how: Decoding, places: np.ndarray, ahead: np.ndarray, logits: Tensor,
         input_batch: Any, sampled: Tensor, num_sampled: Tensor,
     ) -> None:  # fmt: skip
-        """Requests that decode alike, drafts from branches: each verifies the tokens of its block
-        and, where `ahead` tells of masks behind them, has its next draft from these.
+        """Requests that decode alike, each forward of which commits: the tokens of its block are
+        verified, or final where blocks slide, and where `ahead` tells of masks behind them, these
+        predict the next ones.
         """
         state, size = self.state, how.block_size
         begins = input_batch.cu_num_logits_np[places]
@@ -189,8 +202,9 @@ class BlockSampler:
         block = state.block[slots, :longest]
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         chosen = how.sampler.pick(scores, rows, position + 1, seeds)
-        agree = self._agree(how, scores, chosen, block, slots, position + 1)
-        agree &= offset[1:] < widths[:, None]
+        agree = offset[1:] < widths[:, None]
+        if how.branches:
+            agree = agree & self._agree(how, scores, chosen, block, slots, position + 1)
         emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
         first = chosen.gather(1, emitted[:, None] - 1)
         answer = self._answer(block, slots, position)
@@ -207,7 +221,8 @@ class BlockSampler:
             guesses = self._clean(logits[state.sent(begins[drafting, None] + behind)])
             some = state.sent(drafting)
             there = starts[some, None] + state.sent(behind)
-            drafted, right = self._drafted(how, guesses, at, first[some, 0], there, seeds[some])
+            find = self._revealed if how.slide else self._drafted
+            drafted, right = find(how, guesses, at, first[some, 0], there, seeds[some])
             blocks[some, 1:size] = drafted
             # Behind other tokens than these the text goes on in another way.
             of_use = (emitted == widths)[some, None] & state.sent(offset < open_slots)
@@ -235,6 +250,49 @@ class BlockSampler:
         rows = self.state.row.expand(len(first))
         drafted, at, logits, _ = drafts_of(how.sampler, logits, rows, places, joining, seeds)
         return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
+
+    def _revealed(
+        self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
+        seeds: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(the tokens of the slots with these logits, 1 where the solver reveals them and else 0).
+
+        at: where the slots are among the tokens of the step. first: the token before them, which
+        is a slot of the block to the solver, and certain.
+        """
+        masks = torch.full_like(places, self.state.mask_token_id)
+        logits = self._joined(how, logits, at, first, masks, places, seeds)
+        predictions = Predictions(torch.cat([logits[:, :1], logits], dim=1))
+        block = torch.ones(predictions.logits.shape[:2], dtype=torch.bool, device=logits.device)
+        certain = block.clone()
+        certain[:, 1:] = False
+        reveal = how.solver.reveal(Certain(predictions, certain), block)[:, 1:]
+        rows = self.state.row.expand(len(first))
+        return how.sampler.pick(logits, rows, places, seeds), reveal.float()
+
+    def _joined(
+        self, how: Decoding, logits: Tensor, at: Tensor, before: Tensor, known: Tensor,
+        places: Tensor, seeds: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """What a block's slots predict by the model's chain, if it has one; see `Rows._chained`.
+
+        at: where the slots are among the tokens of the step. before: the token before them.
+        known: their tokens, the mask token where none is revealed.
+        """
+        model = self.state.model
+        if model.chain is None:
+            return logits
+        rows = self.state.row.expand(len(before))
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            here = known[:, slot : slot + 1]
+            said = how.sampler.pick(logits, rows, places[:, slot : slot + 1], seeds)
+            return torch.where(here == self.state.mask_token_id, said, here)
+
+        context = model.chain.context(model.last_hidden[at])
+        exact = torch.zeros_like(known, dtype=torch.bool)
+        embedding = model.model.embed_tokens
+        return conditioned(model.chain, embedding, logits, context, before, exact, pick)
 
     def _agree(
         self, how: Decoding, scores: Tensor, chosen: Tensor, block: Tensor, slots: Tensor,
@@ -327,8 +385,7 @@ class BlockSampler:
             likely = torch.where(better, (reached >= WORTH).sum(dim=1), likely)
         ends = state.ends(blocks, slots).long()
         useful = (ends.cumsum(dim=1) - ends == 0)[:, 1:].sum(dim=1)  # an end itself is
-        limit = state.limit[slots]
-        room = limit.clamp(max=state.max_model_len) - first - 1
+        room = state.limit[slots].clamp(max=state.max_model_len) - first - 1
         masked = blocks == state.mask_token_id  # copied from a prompt, and never accepted
         useful = torch.minimum(useful, (~masked).long().cumprod(dim=1)[:, 1:].sum(dim=1))
         count = torch.minimum(torch.minimum(likely, useful), room).clamp(min=0)
@@ -336,13 +393,13 @@ class BlockSampler:
         held = offset <= count[:, None]
         state.block[slots] = torch.where(held[:, : state.canvas], blocks, state.mask_token_id)
         state.copied[slots] = better
-        state.keep_held(slots, count + 1)
-        # Nothing is drafted behind a copy that is sure to be followed by another.
-        behind, size = first + count + 1, how.block_size
-        goes_on = ~sure & ~(ends.bool() & held[:, : state.canvas]).any(dim=1) & (size > 1)
-        goes_on &= (behind + 1 < limit) & (behind + size <= state.max_model_len)
-        masks = (offset <= count[:, None] + size) & goes_on[:, None]
-        rows = torch.where(masks, state.mask_token_id, -1)
+        # Nothing is drafted behind a copy that is sure to be followed by another. Nor do masks for
+        # a single token pay: it is the next-token one.
+        goes_on = ~sure & ~(ends.bool() & held[:, : state.canvas]).any(dim=1)
+        masks = torch.where(goes_on, (room - count).clamp(max=how.block_size), 0)
+        masks = torch.where(masks > 1, masks, 0)
+        state.keep_taken(slots, count + 1, masks)
+        rows = torch.where(offset <= (count + masks)[:, None], state.mask_token_id, -1)
         wide = torch.nn.functional.pad(blocks, (0, rows.shape[1] - state.canvas))
         drafts[slots] = torch.where(held, wide, rows).to(drafts.dtype)
 

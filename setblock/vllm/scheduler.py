@@ -3,7 +3,7 @@
 from typing import Any
 
 from setblock.vllm.adaptive import Width, Widths
-from setblock.vllm.requests import drafts_by_branches, mask_of, settings_of, width_of
+from setblock.vllm.requests import commits_always, mask_of, settings_of, width_of
 
 
 def scheduler(**given: Any) -> Any:
@@ -19,7 +19,10 @@ def scheduler(**given: Any) -> Any:
     asynchronous = config.scheduler_config.async_scheduling
     fused = settings.get("fused", False)
     if fused and asynchronous:
-        raise ValueError("fused blocks need the synchronous scheduler: --no-async-scheduling")
+        raise ValueError(
+            "fused blocks need the synchronous scheduler: --no-async-scheduling, or "
+            "none: setblock serve --no-fused"
+        )
     base = theirs.DiffusionAsyncScheduler if asynchronous else theirs.DiffusionScheduler
     made = type("BlockScheduler", (Blocks, base), {})(**given)
     if settings.get("adaptive", False):
@@ -59,7 +62,7 @@ class Blocks:
                 width_of(request.sampling_params, self.num_spec_tokens) for request in self.running
             ]
             drafting = [
-                one > 1 or drafts_by_branches(request.sampling_params)  # then by copies
+                one > 1 or commits_always(request.sampling_params)  # then by copies
                 for one, request in zip(own, self.running, strict=True)
             ]
             width = self.widths.choose(len(own), sum(drafting))
@@ -74,7 +77,7 @@ class Blocks:
     def _cut_to(self, width: Width, request: Any) -> None:
         whole = request.spec_token_ids
         ids = whole[: width.tokens]
-        if self.mask in ids and drafts_by_branches(request.sampling_params):
+        if self.mask in ids and commits_always(request.sampling_params):
             # A mask alone would predict what is known then.
             if not width.masks or ids.count(self.mask) == 1:
                 ids = ids[: ids.index(self.mask)]

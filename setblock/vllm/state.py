@@ -9,7 +9,8 @@ far as next-token decoding would have said it, and the token after that begins t
 Where drafts come from branches, every step commits: the block holds a token that is final and as
 many drafted ones as are probably right, and behind it stand masks, whose predictions are the next
 draft if all of these are. (Behind fewer, as `verified.BranchDrafts` has it, no branch can stand:
-the slots of vLLM's cache are those of one text.)
+the slots of vLLM's cache are those of one text.) Blocks that slide are the same but for this: what
+the solver revealed is final, and so all of it is kept.
 """
 
 from typing import Any
@@ -46,7 +47,8 @@ class BlockState(ModelState):
     limit       the first position that may not be generated
     seeds       of the sampling noise
     causal      of the step's requests, by their place: whether its forward is causal
-    held        where drafts come from branches, how many tokens of the block are to be verified
+    taken       where every forward commits, (tokens of the block that are to be verified, or final;
+                all tokens of the next forward)
     copied      and whether these were copied from the text
     adaptive: blocks may be cut as the load demands; then their first token is the next-token one,
     so that a block of one token is next-token decoding.
@@ -92,9 +94,9 @@ class BlockState(ModelState):
         self.kinds: list[Decoding] = []  # of decoding that requests have asked for
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
         self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
-        self.branches = np.zeros(count, dtype=bool)  # whether its drafts come from branches
-        self.held = torch.zeros(count, dtype=torch.int64, device=device)
-        self._held = HostCopy(self.held)
+        self.commits = np.zeros(count, dtype=bool)  # whether every forward of it does
+        self.taken = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        self._taken = HostCopy(self.taken)
         self.copied = torch.zeros(count, dtype=torch.bool, device=device)
         self.slots: dict[str, int] = {}
 
@@ -111,7 +113,7 @@ class BlockState(ModelState):
         params = new_req_data.sampling_params
         how = decoding_of(params, self.defaults, self.canvas)
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
-        self.branches[req_index] = how.branches
+        self.commits[req_index] = how.commits
         self.copied[req_index] = False
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
@@ -136,7 +138,7 @@ class BlockState(ModelState):
     def remove_request(self, req_id: str) -> None:
         slot = self.slots.pop(req_id, None)
         if slot is not None:
-            self.kind[slot], self.size[slot], self.branches[slot] = -1, 0, False
+            self.kind[slot], self.size[slot], self.commits[slot] = -1, 0, False
 
     def prepare_inputs_embeds(self, *_: Any) -> None:
         return None
@@ -153,19 +155,19 @@ class BlockState(ModelState):
     ) -> dict[str, Any]:  # fmt: skip
         """vLLM's attention metadata, each request causal or not: a prompt's chunk and a commit are.
 
-        A block is committed by a forward in which nothing of it is open, and by every one where
-        drafts come from branches.
+        A block is committed by a forward in which nothing of it is open, and some of it by every
+        forward of drafts from branches and of blocks that slide.
         """
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping[:count].long()
-        branches = self.sent(self.branches[input_batch.idx_mapping_np[:count]])
+        commits = self.sent(self.commits[input_batch.idx_mapping_np[:count]])
         widths = np.minimum(input_batch.num_scheduled_tokens[:count], self._sizes(input_batch))
         widths = self.sent(widths)
         first = input_batch.positions[input_batch.query_start_loc[:count].long()].long()
         offset = torch.arange(self.canvas, device=self.device)
         open_slots = self.open_slots(self.block[slots], slots, first)
         open_slots &= offset < widths[:, None]
-        causal = ~self.prompted[slots] | ~open_slots.any(dim=1) | branches
+        causal = ~self.prompted[slots] | ~open_slots.any(dim=1) | commits
         self.causal[:count] = causal.int()
         parts = {
             "num_reqs": count,
@@ -201,7 +203,7 @@ class BlockState(ModelState):
     def ahead(self, input_batch: Any) -> np.ndarray:
         """Of each request, how many tokens of the next block this forward begins, if it does.
 
-        Where drafts come from branches these are all behind what is to be verified.
+        Where every forward commits, these are all behind what it commits or verifies.
         """
         count, sizes = input_batch.num_reqs, self._sizes(input_batch)
         if not self.fused:
@@ -209,15 +211,21 @@ class BlockState(ModelState):
         slots = input_batch.idx_mapping_np[:count]
         widths = np.diff(input_batch.cu_num_logits_np[: count + 1])
         whole = np.where((widths == 2 * sizes) & (sizes > 1), sizes, 0)
-        if not (branches := self.branches[slots]).any():
+        if not (commits := self.commits[slots]).any():
             return whole
-        masks = np.maximum(widths - self._held.read()[slots], 0)
-        return np.where(branches, masks, whole)
+        masks = np.maximum(widths - self._taken.read()[slots, 0], 0)
+        return np.where(commits, masks, whole)
 
-    def keep_held(self, slots: Tensor, held: Tensor) -> None:
-        """So many tokens of the next forwards of these requests are to be verified."""
-        self.held[slots] = held
-        self._held.update()
+    def asked(self, slots: np.ndarray) -> np.ndarray:
+        """How many tokens the forwards of these requests, each of which commits, are to take."""
+        return self._taken.read()[slots, 1]
+
+    def keep_taken(self, slots: Tensor, held: Tensor, masks: Tensor) -> None:
+        """So many tokens of the next forwards of these requests are to be verified, or final, and
+        so many masks stand behind them.
+        """
+        self.taken[slots] = torch.stack([held, held + masks], dim=1)
+        self._taken.update()
 
     def _sizes(self, input_batch: Any) -> np.ndarray:
         """The block size of each request; 0 of those that vLLM makes up to measure a step."""
