@@ -137,13 +137,15 @@ def contenders(
     modes: Sequence[str] = ("sbd", "verified"),
     transformers: bool = True,
     lookups: Sequence[int] = (),
+    slide: bool | None = None,
 ) -> dict[str, Contender]:
     """What is compared: our modes, and transformers' `generate`, plain and with prompt lookup.
 
     modes: besides the baseline. transformers: whether its own take part. solvers: of mode "sbd";
     block_sizes: of modes "sbd" and "verified"; none is the checkpoint's or the arithmetic's. Names
     tell them where there are several. leniences: of mode "verified", besides 1; lookups as well,
-    none is the checkpoint's or the arithmetic's. transformers looks up prompts for one row at a
+    none is the checkpoint's or the arithmetic's. slide: of mode "sbd"; None is the checkpoint's.
+    transformers looks up prompts for one row at a
     time only. stock: the network that it gets, see `transformers_generate`.
     """
 
@@ -156,7 +158,7 @@ def contenders(
     found: dict[str, Contender] = {BASELINE: ours(mode="ntp")}
     for size in sizes if "sbd" in modes else ():
         for solver in solvers or [None]:
-            options = {"mode": "sbd", "solver": solver, **size}
+            options = {"mode": "sbd", "solver": solver, "slide": slide, **size}
             found[name("sbd", size.get("block_size"), solver)] = ours(**options)
     for size, lookup in product(sizes, lookups or [None]) if "verified" in modes else ():
         verified = name("verified", size.get("block_size"))

@@ -80,9 +80,11 @@ class Journal:
             self._read(path)
         elif path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
-        elif path is not None and (path.exists() or self.samples_path.exists()):
+        elif path is not None and (
+            there := next((one for one in (path, self.samples_path) if one.exists()), None)
+        ):
             way = "name another file" if resume is None else "go on with --resume, or name another"
-            raise ValueError(f"{path} is there already: {way}")
+            raise ValueError(f"{there} is there already: {way}")
 
     @property
     def samples_path(self) -> Path:

@@ -601,6 +601,12 @@ def test_demo_in_json(run, answering):
     answer = run("demo", *words).json
     assert [one["mode"] for one in answer["answers"]] == ["ntp", "sbd"]
     assert [one["nfe"] for one in answer["answers"]] == [12, 3]
+    assert not answer["answers"][1]["slide"]
+    sliding = run("demo", *words, "--slide").json["answers"]
+    assert [one["slide"] for one in sliding] == [False, True]
+    assert [one["slide"] for one in run("demo", *words, "--no-slide").json["answers"]] == [
+        False
+    ] * 2
     assert [one["mode"] for one in answer["totals"]] == ["ntp", "sbd"]
     assert all(one["correct"] is None for one in answer["answers"] + answer["totals"])
     assert {"commit", "command", "machine", "date", "versions"} <= set(answer)
@@ -638,6 +644,7 @@ def test_demo_of_chosen_modes(run, answering):
     assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
     assert [one["same"] for one in answer["totals"]] == [1, None]
     assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
+    assert run("demo", *words, "--no-slide").error.startswith("--slide is for mode sbd: add --mode")
     idle = run("demo", "--prompt", "hi", "--mode", "ntp", "--block-size", "4").error
     assert idle == "--block-size is for modes sbd and verified, got 4 in mode ntp"
 

@@ -445,12 +445,39 @@ def test_profile_every_option(run, trained, tmp_path, compiled):
         (["--prompt-length", "0"], "--prompt-length must be at least 1, got 0"),
         (["--mode", "ntp", "--solver", "fixed:1"], "--solver is for mode sbd"),
         (
+            ["--mode", "ntp", "--no-slide"],
+            "--slide is for mode sbd, which --mode leaves out; got F",
+        ),
+        (
             ["--mode", "ntp", "--block-size", "4"],
             "--block-size is for modes sbd and verified, got 4 in mode ntp",
         ),
         (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),
     ):
         assert message in run("profile", trained, *wrong).error
+
+
+@pytest.mark.parametrize("slides", [False, True])
+def test_slide_reaches_benchmark_and_profile(run, checkpoint, slides):
+    """Without a word the checkpoint says it."""
+    own = {"trained": True, "mask_token_id": 9, "slide": slides, "block_size": 4}
+    folder = checkpoint("qwen3", free_rows=3, settings=own)
+    few = ["--limit", "2", "--max-new-tokens", "12", "--repeats", "1", "--solver", "fixed:3"]
+    few += ["--mode", "sbd", "--json"]
+    alone = ["--no-transformers", "--no-vllm", "--cached", "0", "--ignore-eos"]
+    for command, more in (("benchmark", alone), ("profile", [])):
+        found = {}
+        for words in ((), ("--slide",), ("--no-slide",)):
+            record = run(command, folder, *few, *more, *words).json
+            found[words] = record["results"][-1]
+            assert record["slide"] is (("--slide",) == words or (not words and slides))
+            assert record["request"]["slide"] is (None if not words else words == ("--slide",))
+        if command == "benchmark":  # whose answers are as long as each other
+            whole, sliding = (
+                found[(word,)]["tokens_per_forward"] for word in ("--no-slide", "--slide")
+            )
+            assert found[()]["tokens_per_forward"] == (sliding if slides else whole)
+            assert sliding != whole
 
 
 def test_compile_reaches_every_command_that_decodes(run, trained, compiled, tmp_path):
@@ -608,6 +635,10 @@ def test_vllm_is_missed(run, trained, monkeypatch):
             "--lookup is for mode verified, and the modes are sbd",
         ),
         (["--lookup", "-1"], "lookup must be an integer of at least 0, got -1"),
+        (
+            ["--mode", "verified", "--slide"],
+            "--slide is for mode sbd, and the modes are verified",
+        ),
         (
             ["--mode", "ntp", "--block-size", "4"],
             "--block-size is for modes sbd and verified, got 4 in mode ntp",

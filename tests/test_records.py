@@ -192,6 +192,9 @@ def test_journals_do_not_mix(tmp_path, monkeypatch):
     Journal(REQUEST, path).add(0, {"index": 0})
     with pytest.raises(ValueError, match="is there already: go on with --resume"):
         Journal(REQUEST, path)
+    (tmp_path / "other.samples.jsonl").touch()
+    with pytest.raises(ValueError, match=r"other\.samples\.jsonl is there already"):
+        Journal(REQUEST, tmp_path / "other.json")
     with pytest.raises(ValueError, match=r'another request: \{"limit": 2\}, now \{"limit": 3\}'):
         Journal({**REQUEST, "limit": 3}, path, resume=True)
     monkeypatch.setattr(records, "_commit", lambda: "other")

@@ -288,6 +288,7 @@ def demo(
     ] = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
+    slide: SlideOption = None,
     seed: Annotated[int, typer.Option(help="Other built-in problems.")] = 0,
     live: Annotated[
         bool, typer.Option("--live/--no-live", help="Show tokens as forwards reveal them.")
@@ -307,8 +308,9 @@ def demo(
     own_mode = Mode(model.defaults["mode"])
     blocks = Mode.sbd if own_mode == Mode.ntp else own_mode
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
-    if solver and Mode.sbd not in modes:
-        raise ValueError(f"--solver is for mode sbd: add --mode sbd, got {solver!r} without it")
+    for name, value in (("solver", solver), ("slide", slide)):
+        if value is not None and Mode.sbd not in modes:
+            raise ValueError(f"--{name} is for mode sbd: add --mode sbd, got {value!r} without it")
     refuse_idle(modes, block_size=block_size)
     for one in modes:
         warn_unfit(model, one)
@@ -320,7 +322,7 @@ def demo(
     elif seed:
         raise ValueError(f"--seed chooses among our own problems, got {seed} for other prompts")
     for one in modes:
-        own = {"solver": solver} if one == Mode.sbd else {}
+        own = {"solver": solver, "slide": slide} if one == Mode.sbd else {}
         warm_up(model, {"mode": one.value, "block_size": block_size, **own})
     if not as_json and out.is_terminal:
         out.print("A token's colour is that of the forward that revealed it.", style="dim")
@@ -332,7 +334,7 @@ def demo(
         for one in modes:
             options: dict[str, Any] = {"mode": one, "block_size": block_size}
             if one == Mode.sbd:
-                options["solver"] = solver
+                options |= {"solver": solver, "slide": slide}
             console = None if as_json else out
 
             def remark(generation: "Generation", number: int = number) -> str:

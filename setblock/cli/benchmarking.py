@@ -27,6 +27,7 @@ from setblock.cli.common import (
     Mode,
     ModelName,
     PackOption,
+    SlideOption,
     SolverOption,
     Switch,
     app,
@@ -110,6 +111,7 @@ def benchmark(
             rich_help_panel=DECODING,
         ),
     ] = None,
+    slide: SlideOption = None,
     lenience: Annotated[
         list[float] | None,
         typer.Option(
@@ -167,11 +169,12 @@ def benchmark(
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
     modes = tuple(dict.fromkeys(mode or Mode))
     for name, values, one in (
-        ("solver", solver, Mode.sbd),
-        ("lenience", lenience, Mode.verified),
-        ("lookup", lookup, Mode.verified),
+        ("solver", solver or None, Mode.sbd),
+        ("slide", slide, Mode.sbd),
+        ("lenience", lenience or None, Mode.verified),
+        ("lookup", lookup or None, Mode.verified),
     ):
-        if values and one not in modes:
+        if values is not None and one not in modes:
             raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
     refuse_idle(modes, block_size=block_size[0] if block_size else None)
     texts = _texts(task, data, limit)
@@ -180,7 +183,7 @@ def benchmark(
     request |= {"batch_size": batch_size, "prompt_length": prompt_length, "cached": cached}
     request |= {"ignore_eos": ignore_eos, "solver": solver, "block_size": block_size}
     request |= {"compile": compile.value, "pack": pack and pack.value, "lenience": lenience}
-    request |= {"lookup": lookup}
+    request |= {"lookup": lookup, "slide": slide}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     journal.record["machine"] = machine_of(model.device)
@@ -188,11 +191,12 @@ def benchmark(
         warn_unfit(model, one)
     if ignore_eos:
         model.eos_token_ids = frozenset()
-    wide = {  # bad values are refused here
-        settings_for(model, mode="sbd", solver=rule, block_size=one).block_size
+    blocks = [  # bad values are refused here
+        settings_for(model, mode="sbd", solver=rule, block_size=one, slide=slide)
         for rule in solver or [None]
         for one in block_size or [None]
-    }
+    ]
+    wide = {one.block_size for one in blocks}
     size = max(wide)
     for one, each, copies, rows in product(
         lenience or [1], block_size or [None], lookup or [None], numbers["batch-size"]
@@ -216,7 +220,7 @@ def benchmark(
     dimensions = machines.dimensions_of(model.network.config)
     record["dimensions"] = asdict(dimensions)
     record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
-    record |= {"chat": chat, "forwards": []}
+    record |= {"chat": chat, "slide": Mode.sbd in modes and blocks[0].slide, "forwards": []}
     sizes = batch_size or [1]
     longest = max(prompt_length or map(len, ids))
     stock = None  # what transformers itself would decode with
@@ -246,6 +250,7 @@ def benchmark(
                     modes,
                     transformers,
                     lookup or (),
+                    slide,
                 )
                 if engine is not None:
                     rivals["vllm"] = engine
@@ -298,6 +303,7 @@ def profile(
     ] = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
+    slide: SlideOption = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -325,26 +331,28 @@ def profile(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
-    if solver and Mode.sbd not in modes:
-        raise ValueError(f"--solver is for mode sbd, which --mode leaves out; got {solver}")
+    for name, value in (("solver", solver), ("slide", slide)):
+        if value is not None and Mode.sbd not in modes:
+            raise ValueError(f"--{name} is for mode sbd, which --mode leaves out; got {value}")
     refuse_idle(modes, block_size=block_size)
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
     request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}
-    request |= {"pack": pack and pack.value}
+    request |= {"pack": pack and pack.value, "slide": slide}
     journal = Journal(request | {"max_new_tokens": max_new_tokens}, out_file, resume=None)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     journal.record["machine"] = machine_of(model.device)
     ids = encode(model, texts, model.tokenizer.chat_template is not None)
     prompts = [measure.stretched(one, prompt_length) for one in ids]
     journal.record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
-    ways = {}
+    ways, slides = {}, False
     for one in modes:
         options: dict[str, Any] = {"mode": one.value, "max_new_tokens": max_new_tokens}
         options |= {"block_size": block_size} if one is not Mode.ntp else {}
-        options |= {"solver": solver} if one is Mode.sbd else {}
-        settings_for(model, **options)  # bad values are refused here
+        options |= {"solver": solver, "slide": slide} if one is Mode.sbd else {}
+        slides |= settings_for(model, **options).slide  # bad values are refused here
         ways[one.value] = options
+    journal.record["slide"] = slides
     for name, options in ways.items():
         with err.status(Text(f"{name}: {len(prompts)} prompts, {repeats} rounds")):
             line = profiling.profiled(model, prompts, repeats, **options)
