@@ -1,5 +1,7 @@
 """Draw an answer twice, token by token and by set block decoding, as an animation of its forwards.
 
+Its blocks are whole, so that their gaps show.
+
 python examples/demo_svg.py --out docs/demo.svg
 """
 
@@ -28,7 +30,7 @@ def main(
     loaded = setblock.load(model)
     answers = [
         *setblock.generate(loaded, prompt, chat=True, mode="ntp"),
-        *setblock.generate(loaded, prompt, chat=True, mode="sbd", solver=solver),
+        *setblock.generate(loaded, prompt, chat=True, mode="sbd", solver=solver, slide=False),
     ]
     lines = max(answer.text.count("\n") for answer in answers) + 1
     columns = max(len(line) for answer in answers for line in answer.text.split("\n"))

@@ -29,8 +29,8 @@ NTP = {"mode": "ntp"}
 VERIFIED = {"mode": "verified", "block_size": 16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "token by token": NTP,
-    "blocks, entropy:0.01": {"mode": "sbd", "solver": "entropy:0.01"},
-    "blocks, prefix:0.99": {"mode": "sbd", "solver": "prefix:0.99"},
+    "blocks, entropy:0.01": {"mode": "sbd", "solver": "entropy:0.01", "slide": False},
+    "blocks, prefix:0.99": {"mode": "sbd", "solver": "prefix:0.99", "slide": False},
     "verified, solver entropy:0.1": {**VERIFIED, "draft": "solver", "solver": "entropy:0.1"},
     "verified, solver entropy:inf": {**VERIFIED, "draft": "solver", "solver": "entropy:inf"},
     "verified, 1 branch": {**VERIFIED, "branches": 1},

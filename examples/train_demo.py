@@ -262,7 +262,7 @@ def main(
         if only in ("", name) and not (output_dir / name / "model.safetensors").exists():
             train(output_dir / name)
     if not only and bundle_dir is not None:
-        sbd = {"mode": "sbd", "trained": True, "solver": solver, "block_size": 16}
+        sbd = {"mode": "sbd", "trained": True, "solver": solver, "slide": True, "block_size": 16}
         bundle(tokenizer, output_dir / "sbd", bundle_dir / "nano", **sbd)
         bundle(tokenizer, output_dir / "twin", bundle_dir / "nano-twin", mode="ntp")
         acceptance = measure_acceptance(bundle_dir / "nano", acceptance_limit)
