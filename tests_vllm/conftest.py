@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,14 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Callable[[str], Path]:
-    """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer. "gated:llama" and
-    "lora:llama" are random adapters on a random base, "chained:llama" a gated one with a chain.
+    """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer, whose blocks are
+    whole unless a request says otherwise. "gated:llama" and "lora:llama" are random adapters on a
+    random base, "chained:llama" a gated one with a chain.
     """
-    made: dict[str, Path] = {"nano": BUNDLED["nano"]}
+    whole = tmp_path_factory.mktemp("nano") / "nano"
+    shutil.copytree(BUNDLED["nano"], whole)
+    write_settings(whole, slide=None)
+    made: dict[str, Path] = {"nano": whole}
 
     def get(kind: str) -> Path:
         if kind in made:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from test_engine import Request
 
 from setblock import nano
 from setblock.generation import generate
@@ -79,27 +80,39 @@ def metric(address: str, name: str) -> float:
 QUESTIONS = [one.prompt for name in nano.FAMILIES for one in nano.problems(name, "validation", 4)]
 
 
-@pytest.mark.parametrize("mode", ["sbd", "verified", "ntp"])
-def test_answers_are_the_references(client, model, mode):
+@pytest.mark.parametrize(
+    ("own", "way"),
+    [
+        ({"mode": "sbd"}, {"slide": True}),  # as the checkpoint says
+        ({"mode": "sbd", "slide": 0}, {"slide": False}),
+        ({"solver": "prefix:0.9", "slide": 1}, {"solver": "prefix:0.9", "slide": True}),
+        ({"mode": "verified"}, {"mode": "verified"}),
+        ({"mode": "ntp"}, {"mode": "ntp"}),
+    ],
+)
+def test_answers_are_the_references(client, model, own, way):
     """Twenty at once; whole and as a stream."""
-    way = {"mode": "ntp" if mode == "verified" else mode, "max_new_tokens": 100}
-    expected = [generate(model("nano"), one, chat=True, **way)[0] for one in QUESTIONS]
+    reference = model("nano")
+    asked = [tuple(reference.encode(one, chat=True)) for one in QUESTIONS]
+    expected = [Request(ids, way, 100).reference(reference) for ids in asked]
     with ThreadPoolExecutor(20) as pool:
-        whole = list(pool.map(lambda one: ask(client, one, {"mode": mode}), QUESTIONS))
+        whole = list(pool.map(lambda one: ask(client, one, own), QUESTIONS))
 
         def pieces(question: str) -> str:
-            chunks = ask(client, question, {"mode": mode}, stream=True)
+            chunks = ask(client, question, own, stream=True)
             return "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
 
         streamed = list(pool.map(pieces, QUESTIONS))
     counts = [one.model_extra["metrics"]["speculative_decoding"] for one in whole]
     forwards = sum(one["num_spec_steps"] for one in counts)
-    assert (forwards >= sum(one.num_tokens for one in expected)) == (mode == "ntp")
-    for answer, text, one in zip(whole, streamed, expected, strict=True):
-        assert answer.choices[0].message.content == text == one.text
-        reason = "length" if one.finish_reason == "length" else "stop"
-        assert answer.choices[0].finish_reason == reason
-        assert answer.usage.completion_tokens == one.num_tokens
+    assert (forwards >= sum(map(len, expected))) == (own == {"mode": "ntp"})
+    for answer, text, ids in zip(whole, streamed, expected, strict=True):
+        ended = ids[-1] in reference.eos_token_ids
+        assert (
+            answer.choices[0].message.content == text == reference.decode(ids[: len(ids) - ended])
+        )
+        assert answer.choices[0].finish_reason == ("stop" if ended else "length")
+        assert answer.usage.completion_tokens == len(ids)
 
 
 def test_seeds_and_stops(client, model):
@@ -123,6 +136,13 @@ def test_seeds_and_stops(client, model):
         ({"diffusion_canvas_length": 4}, {}, "diffusion_canvas_length is not one of mode"),
         ({"setblock_seed": 4}, {}, "setblock_seed is not one of mode"),
         ({"block_size": True}, {}, "block_size of vllm_xargs must be a number or a text"),
+        ({"slide": True}, {}, "slide of vllm_xargs must be a number or a text"),
+        ({"slide": 2}, {}, "slide must be 0 or 1, got 2"),
+        (
+            {"solver": "entropy:0.1"},
+            {},
+            "slide must be 0 on vLLM with solver entropy:0.1, which may",
+        ),
         ({"solver": "fixed:1" + "0" * 40}, {}, "n must be an integer from 1 to 2147483647"),
         ({}, {"temperature": 3.0}, "temperature"),
         ({}, {"n": 2, "temperature": 1.0}, "n is not supported by set block decoding"),
