@@ -4,7 +4,8 @@
 
 The setting is picked on the validation split: of those whose mean accuracy is within one point of
 the twin's, the one with the most tokens per forward. Accuracy is then reported on the test split,
-on held-out wordings, and seconds at batch size 1. A stopped run goes on where it was.
+on held-out wordings, and seconds at batch size 1. A stopped run goes on where it was. What is
+to be measured anew is to be deleted from the records, from that of seconds all of it.
 """
 
 import json
@@ -89,11 +90,19 @@ def measure(
     workers: int,
     held_out: bool = False,
 ) -> dict[str, Any]:
-    """The record: the lines already in the file, then the missing ones, saved one by one."""
-    record = records.new_record()
-    if path.is_file():
-        record = json.loads(path.read_text(encoding="utf-8"))
+    """The record: the lines already in the file, then the missing ones, saved one by one.
+
+    later: in a record that another commit began, what made the lines of these settings.
+    """
+    record, later = records.new_record(), None
     record["machine"]["threads"] = 1
+    if path.is_file():
+        now, record = record, json.loads(path.read_text(encoding="utf-8"))
+        makers = [record, *record.get("later", [])]
+        if now["commit"] != makers[-1]["commit"]:
+            del now["results"]
+            record.setdefault("later", []).append(now | {"settings": []})
+        later = record.get("later", [None])[-1]
     done = {(one["setting"], one["task"]) for one in record["results"]}
     jobs = [
         Job(setting, family, split, held_out, limit, batch_size)
@@ -105,6 +114,8 @@ def measure(
     with context.Pool(workers) as pool:
         for number, line in enumerate(pool.imap_unordered(score, jobs), start=1):
             record["results"].append(line)
+            if later and line["setting"] not in later["settings"]:
+                later["settings"].append(line["setting"])
             records.save_record(record, path)
             console.print(
                 f"{path.stem} {number} of {len(jobs)}: {line['task']}, {line['setting']}: "
@@ -140,27 +151,34 @@ def share(line: dict[str, Any]) -> str:
     return f"{line['score']:.1%} ({100 * low:.1f}-{100 * high:.1f})"
 
 
-def origin(record: dict[str, Any]) -> str:
-    """One sentence: the command, code and machine that made a record."""
+def origin(test: dict[str, Any], latency: dict[str, Any]) -> str:
+    """The command, code and machine that made these records, and the lines that came later."""
+    told = f"Made by `python examples/{test['command']}` at {_where(test)}."
+    for later in test.get("later", []):
+        rows = ", ".join(f"`{name}`" for name in later["settings"])
+        told += f" The rows {rows}: at {_where(later)}."
+    return told + f" The wall clock, of all rows: at {_where(latency)}."
+
+
+def _where(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     return (
-        f"Made by `python examples/{record['command']}` at commit {record['commit'][:7]} on "
-        f"{machine['cores']} cores of an {machine['cpu']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}."
+        f"commit {record['commit'][:7]} on {machine['cores']} cores of an {machine['cpu']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}"
     )
 
 
 def summary(
     record: dict[str, Any],
     held_out: list[dict[str, Any]],
-    latency: list[dict[str, Any]],
+    clock: dict[str, Any],
     picked: str,
 ) -> str:
     """Markdown: each family with the picked setting, then all settings.
 
-    record: the test split's.
+    record: the test split's. clock: the record of seconds at batch size 1, all of one commit.
     """
-    test = record["results"]
+    test, latency = record["results"], clock["results"]
     lines = [
         f"| family | twin, token by token | SBD model, token by token | SBD model, `{picked}` | "
         "tokens per forward | held-out wordings (twin / SBD) | entropy of answers | "
@@ -189,7 +207,7 @@ def summary(
             f"| {mean(test, name, 'tokens_per_forward'):.2f} "
             f"| {slow_s / mean(latency, name, 'wall_s'):.2f}x |"
         )
-    lines += ["", origin(record)]
+    lines += ["", origin(record, clock)]
     return "\n".join(lines) + "\n"
 
 
@@ -212,7 +230,7 @@ def main(
     if picked is None:
         picked = DEFAULT
         console.print(f"no setting keeps within one point of the twin: reporting {picked}")
-    latency = measure(out / "nano-latency.json", SETTINGS, "test", latency_limit, 1, 1)["results"]
+    latency = measure(out / "nano-latency.json", SETTINGS, "test", latency_limit, 1, 1)
     held_out = measure(
         out / "nano-held-out.json",
         [TWIN, NTP, picked],

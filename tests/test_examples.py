@@ -114,6 +114,21 @@ def test_nano_table(tmp_path, monkeypatch):
     text = (tmp_path / "nano-summary.md").read_text()
     assert all(f"| {family} | " in text for family in nano.FAMILIES)
     assert all(f"| {name} | " in text for name in three)
+    # A record that goes on at another commit says which lines are of that one.
+    path = tmp_path / "nano-test.json"
+    record = json.loads(path.read_text())
+    assert "later" not in record
+    record |= {
+        "commit": "0123456789",
+        "results": [line for line in record["results"] if line["setting"] != table.DEFAULT],
+    }
+    path.write_text(json.dumps(record))
+    run_here("--out", tmp_path, *few, "--batch-size", 2, "--workers", 2)
+    record = json.loads(path.read_text())
+    assert record["commit"] == "0123456789"
+    assert [one["settings"] for one in record["later"]] == [[table.DEFAULT]]
+    text = (tmp_path / "nano-summary.md").read_text()
+    assert f"The rows `{table.DEFAULT}`: at commit {record['later'][0]['commit'][:7]} on " in text
 
 
 def test_task_prompts(tmp_path):
