@@ -126,7 +126,7 @@ def test_blocks_that_slide(run, ran, checkpoint):
     words = ("serve", folder, "--engine", "vllm")
     for typed, hindrance in (
         (("--solver", "fixed:2"), "on vLLM with solver fixed:2, which may leave gaps (prefix:TAU "),
-        (("--slide", "--no-fused"), "on a server of vLLM's without --fused: --no-slide serves "),
+        (("--slide", "--no-fused"), "on vLLM with --no-fused: --no-slide serves "),
     ):
         error = run(*words, *typed).error
         assert f"decodes in blocks that slide, which they can't {hindrance}" in error

@@ -64,7 +64,7 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
         (
             {"draft": "branches"},
             {"mode": "verified"},
-            "must be solver on a server without --fused, got branches",
+            "must be solver on a server with --no-fused, got branches",
         ),
         (
             {"draft": "solver", "mode": "sbd"},
@@ -80,7 +80,7 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
         ({"draft": None}, FUSED, "draft must be one of branches, solver, got None"),
         ({"lookup": 2, "draft": "solver"}, FUSED, "got 2 with mode verified and draft solver"),
         ({"lookup": 2, "solver": "fixed:2"}, FUSED, "got 2 with mode verified and draft solver"),
-        ({"lookup": 2, "mode": "sbd"}, FUSED, r"\(on a server with --fused\), got 2 with mode sbd"),
+        ({"lookup": 2, "mode": "sbd"}, FUSED, r"\(not with --no-fused\), got 2 with mode sbd"),
         ({"lookup": 2}, {"mode": "verified"}, "lookup is for mode verified with draft branches"),
         ({"lookup": -1}, FUSED, r"lookup must lie in 0\.\.7, got -1"),
         ({"lookup": 2.0}, FUSED, r"lookup must lie in 0\.\.7, got 2\.0"),
@@ -94,8 +94,8 @@ def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
         ({"slide": "1"}, FUSED, "slide must be 0 or 1, got '1'"),
         ({"slide": None}, FUSED, "slide must be 0 or 1, got None"),
         ({**SLIDING, "solver": "fixed:2"}, FUSED, r"slide must be 0 on vLLM with solver fixed:2, "),
-        (SLIDING, {}, "slide must be 0 on a server of vLLM's without --fused, got True$"),
-        ({"mode": "sbd"}, {**FUSED, "slide": True}, "entropy:0.1.* True, as the checkpoint has it"),
+        (SLIDING, {}, "slide must be 0 on vLLM with --no-fused, got True$"),
+        ({"mode": "sbd"}, {**FUSED, "slide": True}, "entropy:0.1.* True, as the server has it"),
         ({"lenience": 0}, FUSED, r"lenience must be a number in \(0, 1\], .* lossless, got 0"),
         ({"lenience": 1.5}, FUSED, r"lenience must be a number in \(0, 1\], .*, got 1\.5"),
         ({"lenience": "0.5"}, FUSED, r"lenience must be a number in \(0, 1\], .*, got '0\.5'"),

@@ -131,7 +131,9 @@ def test_a_step_holds_few_logits_in_float32_at_a_time(engine, model, monkeypatch
 
     monkeypatch.setattr(sampler.BlockSampler, "_clean", noted)
     bound = 2 * 32 * model("nano").vocab_size
-    served, requests = engine("nano", **{"fused": True} if fused else {}), mixed(model("nano"), 32)
+    ways = (*WAYS, {"slide": True, "solver": "prefix:0.3"}) if fused else WAYS
+    served = engine("nano", **{"fused": True} if fused else {})
+    requests = mixed(model("nano"), 64, ways)
     answers(served, requests)
     assert max(held) > bound
     monkeypatch.setattr(sampler, "MOST_LOGITS", bound)
@@ -265,8 +267,8 @@ def test_a_budget_that_no_block_fits_into_is_refused(engine):
         ({}, {"solver": 3}, "solver must be a text"),
         ({}, {"block_size": 17}, r"block_size must lie in 1\.\.16, the server's, got 17"),
         ({}, {"block_size": 0}, "block_size must lie in"),
-        ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size, draft, lookup"),
-        ({}, {"mode": "verified", "draft": "branches"}, "must be solver on a server without --fus"),
+        ({}, {"blocks": 3}, "blocks is not one of mode, solver, block_size, slide, draft, lookup"),
+        ({}, {"mode": "verified", "draft": "branches"}, "must be solver on a server with --no-fus"),
         ({}, {"mode": "verified", "lookup": 3}, "lookup is for mode verified with draft branches"),
         ({"n": 2, "temperature": 1.0}, {}, "n is not supported"),
         ({"logprobs": 0}, {}, "logprobs is not supported"),

@@ -135,12 +135,31 @@ def test_blocks_that_slide_cut_by_the_budget(engine, model):
     """What is cut short is forwarded again, so that the text is the same."""
     served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
     agree(served, model("nano"), mixed(model("nano"), 32, SLIDING))
+    # At the least that a budget may be a step has no room for most of the requests.
+    served = engine("nano", max_num_batched_tokens=32, max_num_seqs=8, block_size=32, **FUSED)
+    agree(served, model("nano"), mixed(model("nano"), 16, SLIDING))
+    ids, way = prompts(model("nano"), 8), SLIDING[0]
+    warm = [{"temperature": 0.1 * (one + 1), "seed": one} for one in range(8)]
+    requests = [Request(one, way, 60, noise) for one, noise in zip(ids, warm, strict=True)]
+    agree(served, model("nano"), requests)
+
+
+def test_blocks_that_slide_end_at_a_stop_token(engine, model):
+    """Wherever in a block it stands."""
+    way, reference = {"slide": True, "solver": "prefix:0.99"}, model("nano")
+    for ids in prompts(reference, 5):
+        asked = Request(ids, way, 60, ignore_eos=True)
+        whole = asked.reference(reference)
+        for place in (0, 1, 2, 5, 9, 17):
+            params = asked.params()
+            params.stop_token_ids = [whole[place]]
+            prompt = [{"prompt_token_ids": list(ids)}]
+            [found] = engine("nano", **FUSED).generate(prompt, params, use_tqdm=False)
+            assert tuple(found.outputs[0].token_ids) == whole[: whole.index(whole[place]) + 1]
 
 
 def test_forwards_of_blocks_that_slide(engine, model):
-    """Those that setblock.generate counts behind the first token, and one that commits the last
-    tokens, unless a single one did.
-    """
+    """Those that setblock.generate counts behind the first token, and one that commits the last."""
     reference, served = model("nano"), engine("nano", **FUSED)
     for ids in prompts(reference, 10):
         way = {"slide": True, "solver": "prefix:0.99"}
@@ -171,11 +190,14 @@ def test_blocks_that_slide_at_widths_drawn_for_every_step(engine, model, kind, w
     assert answers(served, requests) == [one.reference(model(kind)) for one in single]
 
 
-def test_blocks_that_slide_and_lose_their_cache(engine, model):
+@pytest.mark.parametrize("adaptive", [{}, {"adaptive": True}])
+def test_blocks_that_slide_and_lose_their_cache(engine, model, width, adaptive):
     """What was revealed and in no cache yet is decoded anew: every answer ends as asked."""
+    draw = random.Random(3)
+    width(lambda: draw.choice((1, 3, 8, 16, 32, (16, False))))
     served = engine(
         "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
-        max_num_batched_tokens=60, **FUSED,
+        max_num_batched_tokens=60, **adaptive, **FUSED,
     )  # fmt: skip
     ids = [one for one in prompts(model("nano"), 20) if len(one) < 90]
     requests = [Request(one, SLIDING[0], 100, ignore_eos=True) for one in ids]
@@ -297,7 +319,7 @@ def test_what_is_verified_is_read_before_anything_new_is_put_there(engine, model
     steps_seen: list[tuple[str, ...]] = []
     monkeypatch.setattr(sampler.BlockSampler, "__call__", checked)
     served = engine("nano", max_num_batched_tokens=130, max_num_seqs=8, block_size=32, **FUSED)
-    agree(served, model("nano"), mixed(model("nano"), 16, BRANCHES))
+    agree(served, model("nano"), mixed(model("nano"), 16, BRANCHES + SLIDING))
     assert any({"read", "update"} == set(one) for one in steps_seen)
 
 

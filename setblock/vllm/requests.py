@@ -75,7 +75,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     lookup = extra.get("lookup", min(drafting.get("lookup", 0), canvas - 1))
     if "lookup" in extra and not branches:
         raise ValueError(
-            f"lookup is for mode verified with draft branches (on a server with --fused), got "
+            f"lookup is for mode verified with draft branches (not with --no-fused), got "
             f"{lookup!r} with mode {mode}" + (" and draft solver" if mode == "verified" else "")
         )
     if type(lookup) is not int or not 0 <= lookup < canvas:
@@ -108,7 +108,7 @@ def _slides(extra: dict[str, Any], mode: str, solver: str, defaults: dict[str, A
         raise ValueError(f"slide must be 0 or 1, got {slide!r}")
     if not slide:
         return False
-    whose = "" if "slide" in extra else ", as the checkpoint has it"
+    whose = "" if "slide" in extra else ", as the server has it"
     if mode != "sbd":
         raise ValueError(f"slide is for mode sbd, got {slide!r} with mode {mode}")
     if hindrance := hindrance_to_sliding(solver, defaults.get("fused", False)):
@@ -122,7 +122,7 @@ def hindrance_to_sliding(solver: str, fused: bool) -> str | None:
     """
     if not isinstance(parse(solver), ConfidentPrefix):
         return f"on vLLM with solver {solver}, which may leave gaps (prefix:TAU leaves none)"
-    return None if fused else "on a server of vLLM's without --fused"
+    return None if fused else "on vLLM with --no-fused"
 
 
 def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> bool:
@@ -138,9 +138,7 @@ def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> 
     if given and mode != "verified":
         raise ValueError(f"draft is for mode verified, got {draft} with mode {mode}")
     if draft == "branches" and not able:
-        raise ValueError(
-            "draft must be solver on a server without --fused, got branches, which needs that"
-        )
+        raise ValueError("draft must be solver on a server with --no-fused, got branches")
     if draft == "branches" and "solver" in extra:
         raise ValueError(f"solver is for draft solver, got {extra['solver']!r} and draft branches")
     solver = "solver" in extra or defaults.get("draft") == "solver"

@@ -62,7 +62,7 @@ class BlockSampler:
                     places = places[num_logits[places] == asked[places]]
                 widest = max(how.block_size, 1 + how.lookup) + how.block_size
                 most = max(MOST_LOGITS // (logits.shape[-1] * widest), 1)
-                for some in np.split(places, range(most, len(places), most)):
+                for some in np.split(places, range(most, len(places), most)) if len(places) else ():
                     self._redraft(how, some, ahead, logits, input_batch, sampled, num_sampled)
                 continue
             # A block that vLLM's budget cut short is forwarded again; one at the model's last

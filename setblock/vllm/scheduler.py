@@ -20,8 +20,8 @@ def scheduler(**given: Any) -> Any:
     fused = settings.get("fused", False)
     if fused and asynchronous:
         raise ValueError(
-            "fused blocks need the synchronous scheduler: --no-async-scheduling, or "
-            "none: setblock serve --no-fused"
+            "fused blocks need the synchronous scheduler: --no-async-scheduling, or start the "
+            "server with --no-fused"
         )
     base = theirs.DiffusionAsyncScheduler if asynchronous else theirs.DiffusionScheduler
     made = type("BlockScheduler", (Blocks, base), {})(**given)
