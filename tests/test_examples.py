@@ -216,7 +216,8 @@ def test_demo_svg(monkeypatch, tmp_path):
     words = ("--model", "nano", "--prompt", "What is 2 + 3?", "--solver", "confidence:0.9")
     said = run_here(*words, "--tick-ms", 100, "--out", out)
     [exact] = generate(load("nano"), "What is 2 + 3?", chat=True, mode="ntp")
-    [ours] = generate(load("nano"), "What is 2 + 3?", chat=True, solver="confidence:0.9")
+    solver = {"solver": "confidence:0.9", "slide": False}
+    [ours] = generate(load("nano"), "What is 2 + 3?", chat=True, **solver)
     assert said.strip().endswith(f"{out}: {exact.nfe} forwards, {ours.nfe} forwards")
     drawn = ElementTree.fromstring(out.read_text())
     words = [

@@ -22,7 +22,10 @@ from setblock.serve import build
         {"mode": "ntp"},
         {"mode": "verified", "branches": 2, "seeds": 1, "lookup": 6},
         {"mode": "verified", "draft": "solver", "solver": "entropy:inf", "block_size": 8},
-        {"solver": "entropy:0.1", "block_size": 7, "next_token_seed": True, "fallback": 2.0},
+        {
+            **{"solver": "entropy:0.1", "block_size": 7, "slide": False},
+            **{"next_token_seed": True, "fallback": 2.0},
+        },
         {"solver": "prefix:0.9", "slide": True},
         {"temperature": 1.0, "seed": 5, "top_k": 40, "top_p": 0.9},
         {"mode": "verified", "temperature": 1.0, "seed": 5},
@@ -38,13 +41,14 @@ def test_chat_answers_as_generate(client, nano, options):
 
 
 def test_without_a_limit_an_answer_goes_on_to_the_end_of_the_context(client, nano):
-    """Of all modes but "sbd", which has whole blocks."""
+    """But that whole blocks end before it."""
     ids = nano.encode("zz ")
-    for mode in ("ntp", "verified"):
-        answer = complete(client, "zz ", extra_body={"mode": mode, "ignore_eos": True})
+    for own in ({"mode": "ntp"}, {"mode": "verified"}, {"mode": "sbd", "slide": True}):
+        answer = complete(client, "zz ", extra_body={**own, "ignore_eos": True})
         assert answer.usage.total_tokens == nano.context_length
         assert answer.choices[0].finish_reason == "length"
-    answer = complete(client, "zz ", extra_body={"ignore_eos": True, "block_size": 16})
+    whole = {"ignore_eos": True, "block_size": 16, "slide": False}
+    answer = complete(client, "zz ", extra_body=whole)
     assert answer.usage.completion_tokens == (nano.context_length - len(ids)) // 16 * 16
 
 

@@ -115,8 +115,14 @@ def test_a_prompt_that_leaves_no_room(address, nano):
     """What is missing is said, and nothing of a limit that was not asked for."""
     text = "12345 " * 400
     given, context = len(nano.encode(text)), nano.context_length
-    for mode, room in (("sbd", "a block of 16"), ("ntp", "a token"), ("verified", "a token")):
-        error = refused(address, {"prompt": text, "mode": mode})
+    whole: dict[str, Any] = {"mode": "sbd", "slide": False}
+    for own, room in (
+        (whole, "a block of 16"),
+        ({"mode": "sbd", "slide": True}, "a token"),
+        ({"mode": "ntp"}, "a token"),
+        ({"mode": "verified"}, "a token"),
+    ):
+        error = refused(address, {"prompt": text, **own})
         assert error["message"] == (
             f"prompt must leave room for {room} in the model's context of {context} tokens, "
             f"got {given} tokens"
@@ -125,7 +131,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
     # A block does not fit, tokens do.
     text = nano.decode(nano.encode("1 2 3 4 " * 300)[: context - 10])
     assert context - 16 < len(nano.encode(text)) < context
-    assert "room for a block of 16" in refused(address, {"prompt": text})["message"]
+    assert "room for a block of 16" in refused(address, {"prompt": text, **whole})["message"]
     body = {"messages": [{"role": "user", "content": text * 2}]}
     assert refused(address, body, "chat/completions")["param"] == "messages"
 

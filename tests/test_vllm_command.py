@@ -45,7 +45,7 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
     assert (after(words, "--host"), after(words, "--port")) == ("127.0.0.1", "0")
     assert after(words, "--dtype") == "float32"
     assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 32}  # two blocks
-    own = {"mode": "sbd", "solver": "prefix:0.99", "verified": {}, "slide": False}
+    own = {"mode": "sbd", "solver": "prefix:0.99", "verified": {}, "slide": True}
     assert json.loads(after(words, "--hf-overrides")) == {
         "architectures": ["SetBlockLlamaForCausalLM"],
         "canvas_length": 16,
