@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 from itertools import pairwise
 from typing import Any
 
@@ -364,7 +365,8 @@ def test_who_takes_part_in_a_benchmark(run, trained, words, names):
     assert record["request"]["mode"] == given
 
 
-def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monkeypatch, number):
     path = tmp_path / "record.json"
     original: Any = benchmark.compare
     turns: list[str] = []
@@ -376,7 +378,7 @@ def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monke
             begun(repeat, name)
             turns.append(name)
             if repeat == 2:
-                raise KeyboardInterrupt
+                signal.raise_signal(number)
 
         return original(*given, at)
 

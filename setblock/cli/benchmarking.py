@@ -143,7 +143,8 @@ def benchmark(
     up, then the timed ones. Speed-ups are of seconds per token against our own token-by-token
     decoding of the same round; the median, least and most stand in the table. Besides, single
     forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up
-    is what a run's forwards would take by themselves.
+    is what a run's forwards would take by themselves. Stopped by Ctrl-C or SIGTERM, it keeps the
+    rounds that were whole.
     """
     with starting():
         from setblock import benchmark as measure
@@ -153,6 +154,7 @@ def benchmark(
         from setblock.plan import beside_measured
         from setblock.records import Journal, machine_of
         from setblock.roofline import DISPATCH_S
+        from setblock.watch import stop_at_once
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
@@ -238,6 +240,7 @@ def benchmark(
                 engine = running.enter_context(started)
         elif vllm is None:
             record["vllm"] = f"left out: {missing}"
+        running.enter_context(stop_at_once())  # whole rounds are kept, whatever the signal
         for length in prompt_length or [None]:
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:

@@ -36,8 +36,9 @@ def apply_write(
 
 def gather_block_tables(
     rows: Any, sources: Any, targets: Any, strides: Any, num_blocks: Any, stride: int,
-    num_reqs: int, BLOCK_SIZE: int,
+    num_reqs: int, *of_windows: Any, BLOCK_SIZE: int, MASK_SLIDING_WINDOW: bool = False,
 ) -> None:  # fmt: skip
+    assert not MASK_SLIDING_WINDOW
     rows = rows.tolist()
     for group in range(len(sources)):
         width, source, target = int(strides[group]), int(sources[group]), int(targets[group])
@@ -119,8 +120,10 @@ def combine_sampled_and_draft_tokens(
 def post_update(
     rows: Any, computed: Any, last_sampled: Any, bin_counts: Any, bin_stride: int, sampled: Any,
     stride: int, num_sampled: Any, num_rejected: Any, starts: Any, all_ids: Any, all_stride: int,
-    total_len: Any, num_warps: int = 1,
+    total_len: Any, drafts: Any = None, drafts_out: Any = None, num_drafts: int = 0,
+    num_warps: int = 1,
 ) -> None:  # fmt: skip
+    assert drafts is None
     computed, all_ids, total = computed.numpy(), all_ids.numpy(), total_len.numpy()
     last, sampled = last_sampled.view(-1).numpy(), sampled.numpy()
     begins = None if starts is None else starts.tolist()
@@ -163,12 +166,14 @@ def install() -> None:
     import importlib
 
     import vllm.config.vllm  # pyright: ignore[reportMissingImports]
+    import vllm.v1.worker.gpu_worker  # pyright: ignore[reportMissingImports]
     from vllm import triton_utils  # type: ignore
     from vllm.triton_utils.dispatcher import (  # pyright: ignore[reportMissingImports]
         register_kernels,
     )
 
     vllm.config.vllm.HAS_TRITON = True
+    vllm.v1.worker.gpu_worker.HAS_TRITON = True  # looks at it since 0.33
     triton: Any = triton_utils.triton
     triton.next_power_of_2 = lambda count: 1 << max(count - 1, 0).bit_length()
     # Only now: these modules look at HAS_TRITON and at Triton's functions as they are imported.
