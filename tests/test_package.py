@@ -33,6 +33,7 @@ LEVELS = (
         "fields",
         "kinds",
         "norms",
+        "copies",
     ),
     (
         "objective",
