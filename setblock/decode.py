@@ -22,11 +22,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from setblock.chain import conditioned
-from setblock.copies import backing
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
-from setblock.solvers import BackedPrefix, Certain, Predictions, Solver
+from setblock.solvers import Certain, Predictions, Solver
 from setblock.transfer import to_device, to_host
 
 MODES = ("sbd", "ntp", "verified")
@@ -329,30 +328,6 @@ class Rows:
         embedding = self.model.network.get_input_embeddings()
         return conditioned(chain, embedding, logits, context, last, fixed, pick)
 
-    def _predictions(
-        self,
-        logits: Float[Tensor, "batch slots vocab"],
-        chosen: Int[Tensor, "batch slots"],
-        places: Int[ndarray, "batch slots"],
-        known: Int[ndarray, "batch slots"],
-        exact: Bool[ndarray, "batch slots"] | None = None,
-    ) -> Predictions:
-        """What the solver chooses by; where it asks for them, with what copies say of the tokens
-        that it would reveal.
-
-        places, known, exact: as for `_chained`; there is no gap before `places`.
-        """
-        if not isinstance(self.settings.solver, BackedPrefix):
-            return Predictions(logits)
-        mask, last = self.model.mask_token_id, self.tokens.shape[1] - 1  # behind every text
-        places = np.minimum(places, last)
-        final = known != mask if exact is None else (known != mask) | exact
-        run = final.cumprod(axis=1).sum(axis=1)
-        text, at, tokens, count = to_device(logits.device, self.tokens, places, known, run)
-        words = torch.where(tokens == mask, chosen, tokens)
-        text = text.scatter(1, at, words)
-        return Predictions(logits, backing(text, at[:, 0] + count, chosen, count))
-
     def _reveal(
         self,
         where: Bool[ndarray, "batch slots"],
@@ -433,9 +408,8 @@ class DecodeState(Rows):
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
-        chosen = self.settings.sampler.pick(logits, *places)
-        predictions = self._predictions(logits, chosen, slots, self._tokens_at(slots), first)
-        nats = predictions.entropy
+        predictions = Predictions(logits)
+        chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:

@@ -24,14 +24,10 @@ Order = Literal["entropy", "confidence", "margin"]
 
 
 class Predictions:
-    """What a model predicts at each position of a block; each score is computed once.
+    """What a model predicts at each position of a block; each score is computed once."""
 
-    copied: the chance that a copy from earlier in the text is right, where it has the token that
-    would be revealed, and 0 elsewhere (`copies.backing`); None where nobody looked for one.
-    """
-
-    def __init__(self, logits: Logits, copied: Score | None = None) -> None:
-        self.logits, self.copied = logits, copied
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
 
     @cached_property
     def probability(self) -> Logits:
@@ -61,7 +57,7 @@ class Certain(Predictions):
     """
 
     def __init__(self, predictions: Predictions, certain: Positions) -> None:
-        super().__init__(predictions.logits, predictions.copied)
+        super().__init__(predictions.logits)
         self.before, self.certain = predictions, certain
 
     @cached_property
@@ -213,30 +209,9 @@ class ConfidentPrefix:
         return f"prefix:{float(self.tau)}"
 
     def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
-        return _prefix(masked, predictions.confidence >= self.tau)
-
-
-@dataclass(frozen=True)
-class BackedPrefix:
-    """As ConfidentPrefix, but surer of a token that a copy from earlier in the text has as well.
-
-    Such a token is wrong only if both are, as if the two erred independently: its confidence is
-    1 - (1 - p)(1 - c), where p is the model's and c the copy's (`copies.chance_of_copy`).
-    """
-
-    tau: Number
-
-    def __post_init__(self) -> None:
-        _validate("tau", self.tau, high=1)
-
-    def __str__(self) -> str:
-        return f"backed:{float(self.tau)}"
-
-    def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
-        if predictions.copied is None:
-            raise ValueError(f"solver {self} takes predictions that tell of copies, got none")
-        model = predictions.confidence
-        return _prefix(masked, model + (1 - model) * predictions.copied >= self.tau)
+        unsure = masked & (predictions.confidence < self.tau)
+        leftmost = masked.cumsum(1) == 1
+        return masked & ((unsure.cumsum(1) == 0) | leftmost)
 
 
 # Name -> how to make it, the type of its parameter, and what the parameter is called in messages.
@@ -249,7 +224,6 @@ FORMS: dict[str, tuple[Callable[..., Solver], type[int] | type[float], str]] = {
     "factor": (Factor, float, "F"),
     "fixed": (FixedCount, int, "N"),
     "prefix": (ConfidentPrefix, float, "TAU"),
-    "backed": (BackedPrefix, float, "TAU"),
 }
 
 
@@ -316,12 +290,6 @@ def entropy_prefix(
     excess = torch.minimum(ordered, largest_before).cumsum(1)
     count = (excess <= gamma).sum(1, keepdim=True).clamp(min=1)
     return masked & (rank < count)
-
-
-def _prefix(masked: Positions, sure: Positions) -> Positions:
-    """The masked positions before the first one that is not sure, and the leftmost in any case."""
-    leftmost = masked.cumsum(1) == 1
-    return masked & (((masked & ~sure).cumsum(1) == 0) | leftmost)
 
 
 def _ranks(score: Score, masked: Positions) -> Int[Tensor, "batch block"]:

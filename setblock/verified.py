@@ -18,6 +18,7 @@ Sampling noise belongs to (seed, row, position), so that a draft can guess sampl
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,14 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from setblock.chain import Chain, joined
-from setblock.copies import chance_of_copy, looked_up
 from setblock.decode import Rows, Settings, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
-from setblock.solvers import entropy
+from setblock.solvers import Predictions, entropy
 from setblock.transfer import to_device, to_host
 
+MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
 WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
 SURE = 0.6  # chance of a copy's first token from which on no branches stand behind the copy
 
@@ -203,10 +204,9 @@ class SolverDrafts(VerifiedRows):
         logits = self._chained(logits, context, places, self.draft)
         open_slots = self._open() & self.drafting[:, None]
         [open_slots] = to_device(logits.device, open_slots)
+        reveal = self.settings.solver.reveal(Predictions(logits), open_slots)
         rows = torch.from_numpy(self.rows)
         chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
-        predictions = self._predictions(logits, chosen, places, self.draft)
-        reveal = self.settings.solver.reveal(predictions, open_slots)
         reveal, chosen = to_host(reveal, chosen)
         self.draft = np.where(reveal, chosen, self.draft)
 
@@ -423,3 +423,32 @@ def nearly(
     scores = sampler.perturbed(logits, rows, places, seeds).float()
     least = scores.amax(dim=-1) + math.log(lenience)
     return scores.gather(-1, drafted[..., None])[..., 0] >= least
+
+
+def chance_of_copy(matched: Any) -> Any:
+    """That the next token is the one copied, where so many tokens before it matched; of arrays."""
+    return matched / (matched + 2)
+
+
+def looked_up(
+    tokens: Int[ndarray, "batch length"], end: Int[ndarray, " batch"], count: int
+) -> tuple[Int[ndarray, "batch count"], Int[ndarray, " batch"]]:
+    """(the tokens behind the best match of each text's end, tokens that match there, 0 for none).
+
+    end: where each row's text ends. The best match is the longest, up to MOST_MATCHED tokens, and
+    of these the latest. What was copied beyond the text's end is copied on.
+    """
+    match, run = np.zeros_like(end), np.zeros_like(end)
+    for row, (line, last) in enumerate(zip(tokens, end.tolist(), strict=True)):
+        # Places behind a match of `matched` tokens, in ascending order.
+        places, matched = np.arange(1, last), 0
+        while matched < MOST_MATCHED:
+            same = line[places - 1 - matched] == line[last - 1 - matched]
+            longer = places[same & (places > matched)]
+            if not len(longer):
+                break
+            places, matched = longer, matched + 1
+        if matched:
+            match[row], run[row] = places[-1], matched
+    period = np.maximum(end - match, 1)[:, None]
+    return taken(tokens, match[:, None] + np.arange(count) % period), run

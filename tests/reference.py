@@ -5,9 +5,8 @@ import torch
 from setblock import gated
 from setblock.architectures import attention_mask
 from setblock.chain import CANDIDATES
-from setblock.copies import MOST_MATCHED, chance_of_copy
 from setblock.masks import Layout
-from setblock.solvers import BackedPrefix, Predictions, entropy
+from setblock.solvers import Predictions, entropy
 
 
 def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int], int, list[int]]:
@@ -65,10 +64,7 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
                     if exact is not None:  # to the solver it is certain, and one token revealed
                         masked[0, exact], told[0, exact] = True, -torch.inf
                         told[0, exact, chosen[0, exact]] = 0
-                    copied = None
-                    if isinstance(settings.solver, BackedPrefix):
-                        copied = backing(text, block, exact, chosen[0].tolist(), model)
-                    reveal |= settings.solver.reveal(Predictions(told, copied), masked)
+                    reveal |= settings.solver.reveal(Predictions(told), masked)
             for i in reveal[0].nonzero()[:, 0].tolist():
                 block[i], steps[i] = int(chosen[0, i]), forwards
             if settings.slide:
@@ -173,22 +169,6 @@ def _scores(model, logits, hidden, before: int) -> dict[int, float]:
     direction = chain.out.weight @ (inner * inner.sigmoid())
     best = logits.topk(min(CANDIDATES, len(logits))).indices.tolist()
     return {token: float(logits[token] + embedding[token] @ direction) for token in best}
-
-
-def backing(text: list[int], block: list[int], exact, chosen: list[int], model):
-    """[1, slots] how probably a copy is right about the tokens chosen for a block behind a text."""
-    known = []
-    for place, token in enumerate(block):
-        if token == model.mask_token_id and place != exact:
-            break
-        known.append(token if token != model.mask_token_id else chosen[place])
-    copied, run = looked_up(text + known, len(block), MOST_MATCHED)
-    chances = [0.0] * len(block)
-    for offset, place in enumerate(range(len(known), len(block))):
-        if run == 0 or copied[offset] != chosen[place]:
-            break
-        chances[place] = chance_of_copy(run + offset)
-    return torch.tensor([chances])
 
 
 def looked_up(text: list[int], count: int, most: int) -> tuple[list[int], int]:

@@ -27,7 +27,6 @@ SOLVERS = [
       for gamma in (0.0, 0.3, 2.5)),
     "entropy:inf", "entropy-threshold:0.2", "entropy-threshold:1.2", "confidence:0.3",
     "confidence:0.8", "factor:0.4", "factor:2.0", "fixed:1", "fixed:3", "prefix:0.2", "prefix:0.9",
-    "backed:0.5", "backed:0.9",
 ]  # fmt: skip
 CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 PROMPTS = [[5], [7, 3, 9, 4, 6, 8, 3, 3], [4, 10, 5]]

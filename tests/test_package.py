@@ -33,7 +33,6 @@ LEVELS = (
         "fields",
         "kinds",
         "norms",
-        "copies",
     ),
     (
         "objective",

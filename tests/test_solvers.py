@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from setblock import solvers
 from setblock.solvers import (
     FORMS,
-    BackedPrefix,
     ConfidenceThreshold,
     ConfidentPrefix,
     EntropyBound,
@@ -33,8 +32,7 @@ TEXTS = [
     *(f"{name}:{gamma}" for name in ("entropy", "confidence-bound", "margin-bound")
       for gamma in (0.0, 0.1, 0.35, 1.3, 4.1, INF)),
     *(f"entropy-threshold:{tau}" for tau in (0.0, 0.1, 0.9, INF)),
-    *(f"{name}:{tau}" for name in ("confidence", "prefix", "backed")
-      for tau in (0.0, 0.3, 0.9, 1.0)),
+    *(f"{name}:{tau}" for name in ("confidence", "prefix") for tau in (0.0, 0.3, 0.9, 1.0)),
     *(f"factor:{f}" for f in (0.0, 0.05, 0.3, 1.0, 2.0, INF)),
     *(f"fixed:{n}" for n in (1, 2, 3, 99)),
 ]  # fmt: skip
@@ -54,11 +52,6 @@ PALETTE = torch.tensor(
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def predicted(logits: torch.Tensor) -> Predictions:
-    """With copies that back some positions: those whose first logit is positive."""
-    return Predictions(logits, 0.5 * (logits[..., 0] > 0))
 
 
 def random_rows(rows: int, block: int, vocab: int, seed: int = 0):
@@ -108,9 +101,6 @@ def slow_reveal(solver: Solver, logits: list[list[float]], masked: list[bool]) -
             chosen = by_confidence[:count]
         case ConfidentPrefix(tau):
             chosen = longest(places, lambda n: all(sure[i] >= tau for i in places[:n]))
-        case BackedPrefix(tau):
-            wrong = [(1 - sure[i]) * (0.5 if row[0] > 0 else 1) for i, row in enumerate(logits)]
-            chosen = longest(places, lambda n: all(1 - wrong[i] >= tau for i in places[:n]))
         case _:
             raise AssertionError(solver)
     return [i in chosen for i in range(len(masked))]
@@ -125,7 +115,7 @@ def test_equals_the_slow_rule_on_rows_full_of_ties(text):
     solver = parse(text)
     rows = zip(logits.tolist(), masked.tolist(), strict=True)
     expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-    assert solver.reveal(predicted(logits), masked).tolist() == expected
+    assert solver.reveal(Predictions(logits), masked).tolist() == expected
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -134,7 +124,7 @@ def test_equals_the_slow_rule_on_random_rows(text):
     solver = parse(text)
     rows = zip(logits.tolist(), masked.tolist(), strict=True)
     expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-    assert solver.reveal(predicted(logits), masked).tolist() == expected
+    assert solver.reveal(Predictions(logits), masked).tolist() == expected
 
 
 eighths = st.integers(0, 24).map(lambda n: n / 8)  # sums of eighths are exact in float32
@@ -179,7 +169,7 @@ def test_predictions_are_scored_once(monkeypatch, text):
 
     monkeypatch.setattr(solvers, "probability_of", counted)
     logits, masked = random_rows(3, 4, 9)
-    predictions = predicted(logits)
+    predictions = Predictions(logits)
     assert predictions.entropy is predictions.entropy
     assert parse(text).reveal(predictions, masked).equal(parse(text).reveal(predictions, masked))
     assert len(calls) == 1
@@ -190,10 +180,10 @@ def test_gamma_zero_reveals_exactly_one_even_where_entropies_are_zero(order):
     certain = PALETTE[torch.zeros(3, 5, dtype=torch.long)]
     masked = torch.tensor([[True] * 5, [False, False, True, False, True], [False] * 5])
     expected = [[True] + [False] * 4, [False, False, True, False, False], [False] * 5]
-    assert EntropyBound(0, order).reveal(predicted(certain), masked).tolist() == expected
-    assert EntropyBound(1e-30, order).reveal(predicted(certain), masked).equal(masked)
+    assert EntropyBound(0, order).reveal(Predictions(certain), masked).tolist() == expected
+    assert EntropyBound(1e-30, order).reveal(Predictions(certain), masked).equal(masked)
     flat = torch.zeros(3, 5, 4)
-    assert EntropyBound(INF, order).reveal(predicted(flat), masked).equal(masked)
+    assert EntropyBound(INF, order).reveal(Predictions(flat), masked).equal(masked)
 
 
 def test_equals_the_entropy_bound_sampler_of_transformers():
@@ -215,7 +205,9 @@ def test_equals_the_entropy_bound_sampler_of_transformers():
         drawn = cast(torch.LongTensor, kept + 1)
         accepted = oracle.accept_canvas(kept, drawn, logits, 0).bool()
         assert (
-            EntropyBound(gamma).reveal(predicted(logits), torch.ones_like(accepted)).equal(accepted)
+            EntropyBound(gamma)
+            .reveal(Predictions(logits), torch.ones_like(accepted))
+            .equal(accepted)
         )
         compared += len(logits)
     assert compared >= 10_000
@@ -232,7 +224,7 @@ def test_entropy_bound_equals_brute_force_on_ten_thousand_rows():
         solver = EntropyBound(gamma)
         rows = zip(logits.tolist(), masked.tolist(), strict=True)
         expected = [slow_reveal(solver, row, row_masked) for row, row_masked in rows]
-        assert solver.reveal(predicted(logits), masked).tolist() == expected
+        assert solver.reveal(Predictions(logits), masked).tolist() == expected
         compared += len(logits)
     assert compared >= 10_000
 
@@ -241,7 +233,7 @@ def test_entropy_bound_equals_brute_force_on_ten_thousand_rows():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_reveals_masked_positions_only_and_at_least_one_of_each_row(text, dtype):
     logits, masked = random_rows(200, 6, 5, seed=1)
-    reveal = parse(text).reveal(predicted(logits.to(dtype)), masked)
+    reveal = parse(text).reveal(Predictions(logits.to(dtype)), masked)
     assert reveal.dtype == torch.bool
     assert not (reveal & ~masked).any()
     assert reveal.any(1).equal(masked.any(1))
@@ -251,7 +243,7 @@ def test_reveals_masked_positions_only_and_at_least_one_of_each_row(text, dtype)
 def test_reveals_something_even_of_broken_logits(text):
     logits = torch.full((2, 4, 5), math.nan)
     masked = torch.tensor([[False, True, False, True], [False] * 4])
-    reveal = parse(text).reveal(predicted(logits), masked)
+    reveal = parse(text).reveal(Predictions(logits), masked)
     assert not (reveal & ~masked).any()
     assert reveal.any(1).tolist() == [True, False]
 
@@ -266,13 +258,13 @@ def test_reveals_something_even_of_broken_logits(text):
 def test_rows_are_independent_and_order_does_not_matter(text, seed, block, rows):
     solver = parse(text)
     logits, masked = random_rows(rows, block, 7, seed)
-    reveal = solver.reveal(predicted(logits), masked)
+    reveal = solver.reveal(Predictions(logits), masked)
     for row in range(rows):
-        alone = solver.reveal(predicted(logits[row : row + 1]), masked[row : row + 1])
+        alone = solver.reveal(Predictions(logits[row : row + 1]), masked[row : row + 1])
         assert alone[0].equal(reveal[row])
-    if not isinstance(solver, (ConfidentPrefix, BackedPrefix)):  # which read from left to right
+    if not isinstance(solver, ConfidentPrefix):  # the one rule that reads from left to right
         shuffle = torch.randperm(block, generator=generator(seed))
-        shuffled = solver.reveal(predicted(logits[:, shuffle]), masked[:, shuffle])
+        shuffled = solver.reveal(Predictions(logits[:, shuffle]), masked[:, shuffle])
         assert shuffled.equal(reveal[:, shuffle])
 
 
@@ -289,9 +281,9 @@ def test_reveals_more_as_the_parameter_loosens(name, seed, low, high):
     if name == "fixed":
         low, high = 1 + int(low * 8), 1 + int(high * 8)
     few, many = (
-        parse(f"{name}:{value}").reveal(predicted(logits), masked) for value in (low, high)
+        parse(f"{name}:{value}").reveal(Predictions(logits), masked) for value in (low, high)
     )
-    if name in ("confidence", "prefix", "backed"):  # for these a high value is the strict one
+    if name in ("confidence", "prefix"):  # for these a high value is the strict one
         few, many = many, few
     assert not (few & ~many).any()
 
@@ -299,8 +291,7 @@ def test_reveals_more_as_the_parameter_loosens(name, seed, low, high):
 @pytest.mark.parametrize(
     ("text", "count"),
     [("entropy:1.0", 2), ("confidence-bound:1.0", 2), ("margin-bound:1.0", 2), ("factor:1.6", 2),
-     ("entropy-threshold:0.5", 1), ("confidence:0.9", 1), ("fixed:3", 3), ("prefix:0.9", 1),
-     ("backed:0.9", 1)],
+     ("entropy-threshold:0.5", 1), ("confidence:0.9", 1), ("fixed:3", 3), ("prefix:0.9", 1)],
 )  # fmt: skip
 def test_ties_go_to_the_smaller_position(text, count):
     logits = torch.zeros(1, 40, 3)
@@ -308,27 +299,7 @@ def test_ties_go_to_the_smaller_position(text, count):
     masked = torch.ones(1, 40, dtype=torch.bool)
     masked[0, 0] = False
     expected = list(range(1, 1 + count))
-    assert parse(text).reveal(predicted(logits), masked)[0].nonzero()[:, 0].tolist() == expected
-
-
-@pytest.mark.parametrize("tau", [0.3, 0.6, 0.9])
-def test_copies_let_more_pass(tau):
-    """All that the model is sure of itself, and without any copy only that."""
-    logits, masked = random_rows(100, 16, 5)
-    alone = ConfidentPrefix(tau).reveal(Predictions(logits), masked)
-    bare = Predictions(logits, torch.zeros(masked.shape))
-    assert BackedPrefix(tau).reveal(bare, masked).equal(alone)
-    backed = BackedPrefix(tau).reveal(predicted(logits), masked)
-    assert not (alone & ~backed).any()
-    assert not backed.equal(alone)
-    every = Predictions(logits, torch.ones(masked.shape))
-    assert BackedPrefix(tau).reveal(every, masked).equal(masked)
-
-
-def test_a_solver_that_asks_for_copies_is_told_of_them():
-    logits, masked = random_rows(1, 4, 5)
-    with pytest.raises(ValueError, match=r"solver backed:0\.9 takes predictions that tell"):
-        BackedPrefix(0.9).reveal(Predictions(logits), masked)
+    assert parse(text).reveal(Predictions(logits), masked)[0].nonzero()[:, 0].tolist() == expected
 
 
 def test_entropy_in_nats():
@@ -380,7 +351,7 @@ def test_parse_gives_the_solver_of_that_name():
 
 ACCEPTED = (
     "solver must be one of entropy:GAMMA, confidence-bound:GAMMA, margin-bound:GAMMA, "
-    "entropy-threshold:TAU, confidence:TAU, factor:F, fixed:N, prefix:TAU, backed:TAU; got "
+    "entropy-threshold:TAU, confidence:TAU, factor:F, fixed:N, prefix:TAU; got "
 )
 
 

@@ -24,12 +24,10 @@ WAYS: list[tuple[dict[str, Any], int]] = [
     ({"mode": "sbd", "solver": "prefix:0.1", "next_token_seed": True, **SAMPLED}, 1),
     ({"mode": "sbd", "solver": "margin-bound:2.0", "fallback": 3.0}, 2),
     ({"mode": "sbd", "solver": "confidence:0.01", "slide": True}, 1),
-    ({"mode": "sbd", "solver": "backed:0.01", "slide": True, **SAMPLED}, 1),
     ({**VERIFIED, "branches": 1}, 2),
     ({**VERIFIED, "branches": 3, "seeds": 2, "lookup": 6, **SAMPLED}, 2),
     ({**VERIFIED, "branches": 4, "lenience": 0.01}, 2),
     ({**VERIFIED, "draft": "solver", "solver": "confidence:0.01"}, 2),
-    ({**VERIFIED, "draft": "solver", "solver": "backed:0.01"}, 2),
     ({**VERIFIED, "block_size": 1, "lookup": 5}, 1),
 ]
 

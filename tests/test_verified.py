@@ -16,13 +16,12 @@ from test_decode import PROMPTS, SLOW, SOLVERS, networks, prompts, recorded, wit
 from torch.nn.functional import one_hot
 
 from setblock import adapters
-from setblock.copies import MOST_MATCHED, looked_up
 from setblock.decode import DecodeState
 from setblock.generation import Generation, generate, settings_for
 from setblock.loading import load
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout, visible
 from setblock.model import Model
-from setblock.verified import WORTH, BranchDrafts
+from setblock.verified import MOST_MATCHED, WORTH, BranchDrafts, looked_up
 
 __all__ = ["networks"]  # a fixture
 

@@ -22,10 +22,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"solver": "entropy:0.1"},
     {"solver": "entropy-threshold:0.3", "block_size": 5},
     {"solver": "confidence:0.9", "block_size": 8},
-    {"solver": "backed:0.9", "block_size": 8},
     {"mode": "verified"},
     {"mode": "verified", "solver": "entropy:inf", "block_size": 7},
-    {"mode": "verified", "solver": "backed:0.5", "block_size": 6},
     {"mode": "ntp"},
 )
 

@@ -28,8 +28,6 @@ BRANCHES: tuple[dict[str, Any], ...] = (
 SLIDING: tuple[dict[str, Any], ...] = (
     {"slide": True, "solver": "prefix:0.99"},
     {"slide": True, "solver": "prefix:0.0"},  # whole drafts
-    {"slide": True, "solver": "backed:0.9"},
-    {"slide": True, "solver": "backed:0.5", "block_size": 12},
     {"slide": True, "solver": "prefix:0.3", "block_size": 5},
     {"slide": True, "solver": "prefix:0.3", "block_size": 2},
     {"slide": True, "solver": "prefix:0.3", "block_size": 1},  # token by token

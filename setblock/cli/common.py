@@ -79,7 +79,7 @@ SAMPLING, MACHINE = "Sampling", "Model and machine"
 SOLVERS_HELP = (
     "Which masked positions each forward reveals: entropy:GAMMA (the paper's), "
     "confidence-bound:GAMMA, margin-bound:GAMMA, entropy-threshold:TAU, confidence:TAU, factor:F, "
-    "fixed:N, prefix:TAU or backed:TAU. "
+    "fixed:N or prefix:TAU. "
     "Default: the checkpoint's, else entropy:0.1."
 )
 ModelName = Annotated[

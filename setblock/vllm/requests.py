@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
-from setblock.solvers import BackedPrefix, ConfidentPrefix, Solver, parse
+from setblock.solvers import ConfidentPrefix, Solver, parse
 
 MODES = ("sbd", "ntp", "verified")
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
@@ -120,9 +120,8 @@ def hindrance_to_sliding(solver: str, fused: bool) -> str | None:
     """Where blocks can't slide, if they can't: what is final is committed by the next forward, so
     that there is no place for a gap, nor a forward of always the same width.
     """
-    if not isinstance(parse(solver), (ConfidentPrefix, BackedPrefix)):
-        none = "prefix:TAU and backed:TAU leave none"
-        return f"on vLLM with solver {solver}, which may leave gaps ({none})"
+    if not isinstance(parse(solver), ConfidentPrefix):
+        return f"on vLLM with solver {solver}, which may leave gaps (prefix:TAU leaves none)"
     return None if fused else "on vLLM with --no-fused"
 
 

@@ -11,9 +11,9 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 )
 
 from setblock.chain import conditioned
-from setblock.copies import backing, chance_of_copy, looked_up_there
-from setblock.solvers import BackedPrefix, Certain, Predictions
-from setblock.verified import SURE, WORTH, drafts_of, nearly
+from setblock.solvers import Certain, Predictions
+from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of, nearly
+from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import Decoding
 
 NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
@@ -147,17 +147,11 @@ class BlockSampler:
         chosen = how.sampler.pick(scores, rows, predicted, seeds)
         open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
         at = state.sent(input_batch.query_start_loc_np[places, None] + np.arange(index.shape[1]))
-        text = None
-        if isinstance(how.solver, BackedPrefix):
-            last = int(input_batch.num_computed_tokens_np[places].max())
-            text = self._text(slots, last + width, starts, block)
         if width > 1 or not seeded:
             before = self.req_states.all_token_ids.gpu[slots, starts - 1].long()
             joined = self._joined(how, scores, at[:, :width], before, block, position, seeds)
-            said = how.sampler.pick(joined, rows, position, seeds)
-            predictions = self._predictions(how, joined, said, text, starts, block)
-            reveal = how.solver.reveal(predictions, open_slots) & open_slots
-            drafted = torch.where(reveal, said, block)
+            reveal = how.solver.reveal(Predictions(joined), open_slots) & open_slots
+            drafted = torch.where(reveal, how.sampler.pick(joined, rows, position, seeds), block)
         else:  # the one token is known
             drafted = block
 
@@ -181,10 +175,8 @@ class BlockSampler:
             begun, on = state.open_slots(fresh, slots, starts + width), position + width
             before = block[:, -1]
             joined = self._joined(how, ahead[0], at[:, width:], before, fresh, on, seeds)
-            said = how.sampler.pick(joined, rows, on, seeds)
-            predictions = self._predictions(how, joined, said, text, starts + width, fresh)
-            begun &= how.solver.reveal(predictions, begun) & (emitted == width)[:, None]
-            fresh = torch.where(begun, said, fresh)
+            begun &= how.solver.reveal(Predictions(joined), begun) & (emitted == width)[:, None]
+            fresh = torch.where(begun, how.sampler.pick(joined, rows, on, seeds), fresh)
         blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
         self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
 
@@ -219,11 +211,6 @@ class BlockSampler:
         num_sampled[places_on] = torch.minimum(emitted, answer).int()
         sampled[places_on, :longest] = block.int()
 
-        starts_on, text = starts + emitted, None
-        if how.lookup or isinstance(how.solver, BackedPrefix):
-            last = int(input_batch.num_computed_tokens_np[places].max())
-            text = self._text(slots, last + longest, starts, block)
-            text = text.scatter(1, starts_on[:, None], first)
         blocks = self._new_blocks(first[:, 0])
         chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
         if (drafting := np.flatnonzero(ahead[places])).size:
@@ -234,17 +221,18 @@ class BlockSampler:
             guesses = self._clean(logits[state.sent(begins[drafting, None] + behind)])
             some = state.sent(drafting)
             there = starts[some, None] + state.sent(behind)
-            given = how, guesses, at, first[some, 0], there, seeds[some]
-            if how.slide:
-                drafted, right = self._revealed(*given, None if text is None else text[some])
-            else:
-                drafted, right = self._drafted(*given)
+            find = self._revealed if how.slide else self._drafted
+            drafted, right = find(how, guesses, at, first[some, 0], there, seeds[some])
             blocks[some, 1:size] = drafted
             # Behind other tokens than these the text goes on in another way.
             of_use = (emitted == widths)[some, None] & state.sent(offset < open_slots)
             chance[some, : size - 1] = right * of_use
-        copied_from = text if how.lookup else None
-        self._keep_likely(how, slots, blocks, chance, starts_on, copied_from)
+        starts_on, text = starts + emitted, None
+        if how.lookup:
+            last = int(input_batch.num_computed_tokens_np[places].max())
+            text = self._text(slots, last, starts, block)
+            text = text.scatter(1, starts_on[:, None], first)
+        self._keep_likely(how, slots, blocks, chance, starts_on, text)
 
     def _drafted(
         self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
@@ -265,40 +253,22 @@ class BlockSampler:
 
     def _revealed(
         self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
-        seeds: Tensor, text: Tensor | None,
+        seeds: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(the tokens of the slots with these logits, 1 where the solver reveals them and else 0).
 
         at: where the slots are among the tokens of the step. first: the token before them, which
-        is a slot of the block to the solver, and certain. text: see `_predictions`.
+        is a slot of the block to the solver, and certain.
         """
         masks = torch.full_like(places, self.state.mask_token_id)
         logits = self._joined(how, logits, at, first, masks, places, seeds)
-        rows = self.state.row.expand(len(first))
-        said = how.sampler.pick(logits, rows, places, seeds)
-        whole = torch.cat([logits[:, :1], logits], dim=1), torch.cat([first[:, None], said], dim=1)
-        held = torch.cat([first[:, None], masks], dim=1)
-        predictions = self._predictions(how, *whole, text, places[:, 0] - 1, held)
+        predictions = Predictions(torch.cat([logits[:, :1], logits], dim=1))
         block = torch.ones(predictions.logits.shape[:2], dtype=torch.bool, device=logits.device)
         certain = block.clone()
         certain[:, 1:] = False
         reveal = how.solver.reveal(Certain(predictions, certain), block)[:, 1:]
-        return said, reveal.float()
-
-    def _predictions(
-        self, how: Decoding, logits: Tensor, said: Tensor, text: Tensor | None, start: Tensor,
-        block: Tensor,
-    ) -> Predictions:  # fmt: skip
-        """What the solver chooses by; see `Rows._predictions`.
-
-        said: what it would reveal. text: what is known of each text before `start`, where the block
-        begins; None for a solver that does not ask. block: its tokens, the mask token where none.
-        """
-        if text is None or not isinstance(how.solver, BackedPrefix):
-            return Predictions(logits)
-        known = (block != self.state.mask_token_id).long().cumprod(dim=1).sum(dim=1)
-        at = start[:, None] + torch.arange(block.shape[1], device=block.device)
-        return Predictions(logits, backing(text.scatter(1, at, block), start + known, said, known))
+        rows = self.state.row.expand(len(first))
+        return how.sampler.pick(logits, rows, places, seeds), reveal.float()
 
     def _joined(
         self, how: Decoding, logits: Tensor, at: Tensor, before: Tensor, known: Tensor,
@@ -404,7 +374,7 @@ class BlockSampler:
         likely = (chance >= LIKELY).long().cumprod(dim=1).sum(dim=1)
         better = sure = torch.zeros_like(slots, dtype=torch.bool)
         if text is not None:
-            copied, run = looked_up_there(text, first + 1, how.lookup)
+            copied, run = looked_up(text, first + 1, how.lookup)
             run = run[:, None] + torch.arange(how.lookup, device=run.device)
             guess = torch.where(run[:, :1] > 0, chance_of_copy(run), 0)
             reached = guess.cumprod(dim=1)
