@@ -1,6 +1,7 @@
 """What goes wrong: one line on stderr, exit code not 0, nothing lost; and every option is typed."""
 
 import errno
+import gc
 import json
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -321,6 +323,17 @@ def test_ctrl_c_in_the_middle_of_an_answer(checkpoint, tmp_path):
     assert process.returncode == 130
     assert err == "error: interrupted\n"
     assert all(line.startswith("forward ") for line in out.splitlines()[:-1])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_is_left_at_the_end_is_searched_for_tritons_sake_alone(monkeypatch, loaded):
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
+    cli._leave_at_once()
+    assert frozen == [True] * (not loaded)
 
 
 # All options

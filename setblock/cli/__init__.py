@@ -58,10 +58,18 @@ def _told(error: typer.TyperException) -> str:
     return message + "".join(f", got {value}" for value in given if value not in message)
 
 
+def _leave_at_once() -> None:
+    """Else the interpreter takes a second at its end to search all of torch for garbage.
+
+    Where Triton was loaded it has to: Triton's library takes for leaked what is left, and says so.
+    """
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
+
+
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
-    # Else the interpreter takes a second at its end to search all of torch for garbage.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_at_once)
     try:
         code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
