@@ -166,17 +166,17 @@ def install() -> None:
     import importlib
 
     import vllm.config.vllm  # pyright: ignore[reportMissingImports]
-    import vllm.v1.worker.gpu_worker  # pyright: ignore[reportMissingImports]
     from vllm import triton_utils  # type: ignore
     from vllm.triton_utils.dispatcher import (  # pyright: ignore[reportMissingImports]
         register_kernels,
     )
 
     vllm.config.vllm.HAS_TRITON = True
-    vllm.v1.worker.gpu_worker.HAS_TRITON = True  # looks at it since 0.33
     triton: Any = triton_utils.triton
     triton.next_power_of_2 = lambda count: 1 << max(count - 1, 0).bit_length()
     # Only now: these modules look at HAS_TRITON and at Triton's functions as they are imported.
     for name in {name.split(".")[0] for name in KERNELS}:
         importlib.import_module(f"vllm.v1.worker.gpu.{name}")
+    worker: Any = importlib.import_module("vllm.v1.worker.gpu_worker")
+    worker.HAS_TRITON = True  # in vLLM 0.33 it looks once more
     register_kernels({f"vllm.v1.worker.gpu.{name}": kernel for name, kernel in KERNELS.items()})
