@@ -49,7 +49,8 @@ def compare(
 
     speedup: of the decoding time per token against the baseline, median over the repeats with the
     least and the most; total_speedup: with the prompts' forward. identical_share: of answers with
-    the baseline's token ids. speedup is None where no answer has a second token.
+    the baseline's token ids. speedup is None where no answer has a second token, or all are the
+    first forward's.
 
     Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward;
     ceiling, the speed-up if a run took what its bare forwards take, which are made once more behind
@@ -97,6 +98,8 @@ def _lines(
         runs = found[0]
         tokens = sum(run.tokens for run in runs)
         decoded = min(tokens, sum(map(len, exact))) > len(exact)
+        # Nor did it take time where the first forward gave whole answers.
+        decoded &= all(any(run.decode_s for run in runs) for runs in found)
         nfe = [run.nfe for run in runs if run.nfe is not None]
         ids = [ids for run in runs for ids in run.token_ids]
         speedup = statistics.median(gains[False]) if decoded else None

@@ -240,3 +240,20 @@ def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):
         assert {one[2] for one in forwards} == noisy, "an adapter may act on those alone"
     lines = list(compare(model, PROMPTS, 2, 9, 2, running))
     assert [line["ceiling"] for line in lines] == [None, None, None], "one prompt at a time"
+
+
+def test_answers_of_the_first_forward_alone_have_no_speed_up(model, monkeypatch):
+    """Blocks that slide may end within it; there is no time to compare then."""
+    monkeypatch.setattr(model, "eos_token_ids", frozenset())
+    running = {
+        "ntp": contenders.ours(mode="ntp"),
+        "sbd": contenders.ours(mode="sbd", solver="prefix:0.0", block_size=4, slide=True),
+    }
+    base, line = compare(model, PROMPTS, 1, 3, 2, running)
+    assert base["speedup"] == 1
+    assert line["tokens_per_forward"] == 3
+    assert line["decode_s"] == 0
+    assert line["speedup"] is None
+    assert line["speedup_range"] is None
+    assert line["efficiency"] is None
+    assert line["share_of_ceiling"] is None

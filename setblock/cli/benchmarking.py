@@ -144,7 +144,7 @@ def benchmark(
     decoding of the same round; the median, least and most stand in the table. Besides, single
     forwards of 1, k and 2k tokens are timed; with one prompt at a time, the ceiling of a speed-up
     is what a run's forwards would take by themselves. Stopped by Ctrl-C or SIGTERM, it keeps the
-    rounds that were whole.
+    rounds that were whole in the file that --out names.
     """
     with starting():
         from setblock import benchmark as measure
