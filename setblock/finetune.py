@@ -33,8 +33,9 @@ from setblock.resume import (
     write_lines,
 )
 from setblock.run import OWN, TrainingRun, names_of, parse_config, settings_of_run
+from setblock.signals import stop_at_once
 from setblock.train import SBDTrainer, loss_sum
-from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of, stop_at_once
+from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of
 
 MOST_COPIED = 2**32  # bytes of weights that there may be twice while a model answers
 
@@ -47,7 +48,7 @@ def finetune(
     arguments: fields of SBDConfig as on a command line, such as ["--max-steps", "100"].
     say: takes one line of text about what is going on, on the first rank alone.
     Effects: a signal stops the run after its step, with a checkpoint; while the model answers, at
-    once, with watch.Stopped.
+    once, with signals.Stopped.
     Raises: ValueError for a field that there is none of or a value it can't take, for data that
     can't be read and for an output folder that holds a run already; ModelError for the model. All
     before anything is trained.

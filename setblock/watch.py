@@ -7,8 +7,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,7 @@ from transformers import ProgressCallback, TrainerCallback
 from setblock.decode import MODES
 from setblock.generation import generate
 from setblock.model import Model
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal came where nothing needs to be finished first; the text is its name."""
-
-
-@contextmanager
-def stop_at_once() -> Iterator[None]:
-    """Ctrl-C or SIGTERM raises Stopped within."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise Stopped(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+from setblock.signals import SIGNALS
 
 
 class SaveOnSignal(TrainerCallback):

@@ -21,8 +21,9 @@ from setblock.generation import finished, generate
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
 from setblock.run import TrainingRun
+from setblock.signals import SIGNALS
 from setblock.train import SBDTrainer
-from setblock.watch import SIGNALS, prompts_of
+from setblock.watch import prompts_of
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [

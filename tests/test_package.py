@@ -14,7 +14,7 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files", "conversations"),
+    ("files", "conversations", "signals"),
     (
         "masks",
         "solvers",
@@ -154,3 +154,32 @@ def test_without_what_windows_lacks(tmp_path):
     assert run.returncode == 0, run.stderr
     [line] = json.loads((tmp_path / "record.json").read_text())["results"]
     assert (line["n"], line["correct"], line["peak_bytes"]) == (2, 2, None)
+
+
+BARE = """
+import sys
+for name in ("accelerate", "datasets", "gguf", "matplotlib", "peft", "trl", "uvicorn"):
+    sys.modules[name] = None
+from setblock.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "nano", "--prompt", "hi", "--max-new-tokens", "4"],
+        ["info", "nano"],
+        ["evaluate", "nano", "--task", "lists", "--limit", "1", "--max-new-tokens", "4"],
+        ["benchmark", "nano", "--limit", "1", "--repeats", "1", "--max-new-tokens", "4"],
+        ["profile", "nano", "--limit", "1", "--repeats", "1", "--max-new-tokens", "4"],
+        ["export", "nano", "exported"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_that_need_no_extra(tmp_path, words):
+    """They run without the packages that extras bring."""
+    run = subprocess.run(
+        [sys.executable, "-c", BARE, *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

@@ -19,8 +19,8 @@ from setblock.evaluate import evaluate
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.run import TrainingRun, parse_config
+from setblock.signals import Stopped
 from setblock.speedup import RECIPE, as_learned, learn, with_recipe
-from setblock.watch import Stopped
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [

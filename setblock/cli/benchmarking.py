@@ -154,7 +154,7 @@ def benchmark(
         from setblock.plan import beside_measured
         from setblock.records import Journal, machine_of
         from setblock.roofline import DISPATCH_S
-        from setblock.watch import stop_at_once
+        from setblock.signals import stop_at_once
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}

@@ -114,8 +114,8 @@ def speedup(
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
         from setblock.run import TrainingRun
+        from setblock.signals import Stopped, stop_at_once
         from setblock.speedup import CHAIN_WIDTH, learn
-        from setblock.watch import Stopped, stop_at_once
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(

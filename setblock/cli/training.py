@@ -234,7 +234,7 @@ def train(
 
         from setblock.finetune import finetune
         from setblock.run import TrainingRun
-        from setblock.watch import Stopped
+        from setblock.signals import Stopped
 
     typed = {
         **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
