@@ -358,7 +358,7 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
     with pytest.raises(SystemExit) as code:
         run(monkeypatch, "train", *words, *QUICK.split())
     assert code.value.code == 128 + number
-    said = f"stopped by {name} while the model wrote what it learns; the same command goes on with"
+    said = f"stopped by {name} with no step under way; the same command goes on with the answers"
     assert said in one_line(capsys)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
 

@@ -644,7 +644,7 @@ def test_demo_of_chosen_modes(run, answering):
     assert [one["text"] for one in answer["answers"]] == ["some answer"] * 2
     assert [one["same"] for one in answer["totals"]] == [1, None]
     assert run("demo", *words, "--solver", "fixed:4").error.startswith("--solver is for mode sbd")
-    assert run("demo", *words, "--no-slide").error.startswith("--slide is for mode sbd: add --mode")
+    assert run("demo", *words, "--no-slide").error.startswith("--no-slide is for mode sbd, and")
     idle = run("demo", "--prompt", "hi", "--mode", "ntp", "--block-size", "4").error
     assert idle == "--block-size is for modes sbd and verified, got 4 in mode ntp"
 

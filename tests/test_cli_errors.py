@@ -16,6 +16,7 @@ import pytest
 import typer
 from conftest import api, copied
 from safetensors import SafetensorError
+from stops import STOPS
 
 from setblock import cli, generation
 
@@ -65,6 +66,10 @@ SHORT = ["--max-new-tokens", "8"]
         (
             ["--prompt", "a", "--mode", "ntp", "--block-size", "4"],
             "--block-size is for modes sbd and verified, got 4 in mode ntp",
+        ),
+        (
+            ["--prompt", "a", "--mode", "ntp", "--no-slide"],
+            "--no-slide is for mode sbd, and the mode is ntp",
         ),
         (["--prompt", "a", "--fallback", "inf"], "fallback must be a finite entropy of at least 0"),
         (
@@ -120,8 +125,8 @@ def test_wrong_words_of_generate(run, trained, words, message):
         (["--mode", "ntp", "--solver", "fixed:2"], "--solver is for mode sbd"),
         (["--mode", "verified", "--solver", "fixed:2"], "verified with --draft solver"),
         (["--mode", "ntp", "--next-token-seed"], "--next-token-seed is for mode sbd"),
-        (["--mode", "ntp", "--slide"], "--slide is for mode sbd, and the modes are ntp"),
-        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, and the modes"),
+        (["--mode", "ntp", "--slide"], "--slide is for mode sbd, and the mode is ntp"),
+        (["--mode", "sbd", "--branches", "2"], "--branches is for mode verified, and the mode"),
         (["--mode", "verified", "--branches", "0"], "branches must be an integer of at least 1"),
         (["--limit", "1", "--block-size", "-1"], "block_size must be"),
         (["--limit", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),
@@ -199,7 +204,8 @@ def test_help_has_its_options_in_parts(run):
 @pytest.mark.usefixtures("short_demo")
 @pytest.mark.parametrize("command", ["generate", "demo", "evaluate"])
 @pytest.mark.parametrize("as_json", [True, False])
-def test_ctrl_c_while_decoding(run, trained, monkeypatch, command, as_json):
+@STOPS
+def test_a_signal_while_decoding(run, trained, monkeypatch, command, as_json, number, how):
     words = {
         "generate": [trained, "--prompt", "hi", *SHORT],
         "demo": ["--model", trained, "--seed", "1"],
@@ -207,13 +213,16 @@ def test_ctrl_c_while_decoding(run, trained, monkeypatch, command, as_json):
     }[command]
 
     def interrupted(self: generation.DecodeState) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
 
     for commands in (cli.answering, cli.measuring):
         monkeypatch.setattr(commands, "warm_up", lambda model, mode: None)
     monkeypatch.setattr(generation.DecodeState, "step", interrupted)
     result = run(command, *words, *["--json"] * as_json)
-    assert (result.code, result.err) == (130, "error: interrupted\n")
+    assert (result.code, result.err) == (128 + number, f"error: {how}\n")
+    assert signal.getsignal(number) == before
     assert not as_json or result.out == ""
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from stops import STOPS
 from transformers import GenerationMixin
 
 from setblock import benchmark, contenders, evaluate, live, nano, packed, records
@@ -19,7 +20,7 @@ from setblock.cli import benchmarking
 from setblock.model import Model
 
 SHORT = ["--max-new-tokens", "8"]
-STOPPED = "interrupted: what is done is kept, go on with --resume"
+KEPT = "what is done is kept, go on with --resume"
 
 
 # evaluate
@@ -147,21 +148,22 @@ def test_progress_tells_how_many_runs_there_are(run, trained, monkeypatch):
         assert after.startswith(f" {words}  ")
 
 
-def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypatch):
+@STOPS
+def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypatch, number, how):
     path = tmp_path / "record.json"
     original = evaluate.run
 
     def interrupted(model: Any, family: str, *words: Any, **options: Any) -> Any:
         if family == "json":
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return original(model, family, *words, **options)
 
     monkeypatch.setattr(evaluate, "run", interrupted)
     nothing = run("evaluate", trained, "--task", "json", "--out", tmp_path / "nothing.json", *SHORT)
-    assert (nothing.code, nothing.error) == (130, "interrupted")
+    assert (nothing.code, nothing.error) == (128 + number, how)
     words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
     result = run("evaluate", trained, *words, "--out", path)
-    assert (result.code, result.error) == (130, STOPPED)
+    assert (result.code, result.error) == (128 + number, f"{how}: {KEPT}")
     assert [line["task"] for line in json.loads(path.read_text())["results"]] == ["lists"]
 
 
@@ -208,7 +210,7 @@ def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch, noise
     more: list[str] = []
     while (result := run("evaluate", trained, *words, "--out", path, *more)).code:
         there = f"{path} holds {2 * (count // 3 - 1)} answers\n" if more else ""
-        assert result.err == f"{there}error: {STOPPED}\n"
+        assert result.err == f"{there}error: interrupted: {KEPT}\n"
         more = ["--resume"]
     assert count == 12 + 5
     stopped = json.loads(path.read_text())
@@ -365,8 +367,10 @@ def test_who_takes_part_in_a_benchmark(run, trained, words, names):
     assert record["request"]["mode"] == given
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monkeypatch, number):
+@STOPS
+def test_an_interrupted_benchmark_keeps_its_rounds(
+    run, trained, tmp_path, monkeypatch, number, how
+):
     path = tmp_path / "record.json"
     original: Any = benchmark.compare
     turns: list[str] = []
@@ -385,8 +389,8 @@ def test_an_interrupted_benchmark_keeps_its_rounds(run, trained, tmp_path, monke
     monkeypatch.setattr(benchmark, "compare", compare)
     words = ["--limit", "1", "--max-new-tokens", "2", "--no-vllm", "--out", path]
     result = run("benchmark", trained, *words)
-    told = f"interrupted: the rounds that were whole are in {path}"
-    assert (result.code, result.error) == (130, told)
+    said = f"{how}: the rounds that were whole are in {path}"
+    assert (result.code, result.error) == (128 + number, said)
     results = json.loads(path.read_text())["results"]
     assert [(line["contender"], line["repeats"]) for line in results] == [
         (name, 1) for name in turns[: len(results)]
@@ -448,7 +452,7 @@ def test_profile_every_option(run, trained, tmp_path, compiled):
         (["--mode", "ntp", "--solver", "fixed:1"], "--solver is for mode sbd"),
         (
             ["--mode", "ntp", "--no-slide"],
-            "--slide is for mode sbd, which --mode leaves out; got F",
+            "--no-slide is for mode sbd, and the mode is ntp",
         ),
         (
             ["--mode", "ntp", "--block-size", "4"],
@@ -626,7 +630,7 @@ def test_vllm_is_missed(run, trained, monkeypatch):
         (["--solver", "best"], "solver must be one of entropy:GAMMA"),
         (
             ["--mode", "verified", "--solver", "fixed:2"],
-            "--solver is for mode sbd, and the modes are verified",
+            "--solver is for mode sbd, and the mode is verified",
         ),
         (
             ["--mode", "sbd", "--mode", "ntp", "--lenience", "0.5"],
@@ -634,12 +638,12 @@ def test_vllm_is_missed(run, trained, monkeypatch):
         ),
         (
             ["--mode", "sbd", "--lookup", "5"],
-            "--lookup is for mode verified, and the modes are sbd",
+            "--lookup is for mode verified, and the mode is sbd",
         ),
         (["--lookup", "-1"], "lookup must be an integer of at least 0, got -1"),
         (
             ["--mode", "verified", "--slide"],
-            "--slide is for mode sbd, and the modes are verified",
+            "--slide is for mode sbd, and the mode is verified",
         ),
         (
             ["--mode", "ntp", "--block-size", "4"],

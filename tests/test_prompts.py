@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from fakes import EOS, TableModel
+from stops import STOPS
 
 from setblock import prompts
 from setblock.checkpoint import ModelError
@@ -207,7 +209,10 @@ def test_the_command(run, answering, tmp_path) -> None:
     assert fresh[-1].is_file()
 
 
-def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) -> None:
+@STOPS
+def test_it_goes_on_where_it_was_stopped(
+    run, answering, tmp_path, monkeypatch, number, how
+) -> None:
     monkeypatch.setattr(prompts, "CHUNK", 3)
     model = answering(rambling())
     out = tmp_path / "prompts.jsonl"
@@ -217,14 +222,14 @@ def test_it_goes_on_where_it_was_stopped(run, answering, tmp_path, monkeypatch) 
 
     def stopped(*words: Any) -> Any:
         yield from itertools.islice(sample(*words), 4)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     with monkeypatch.context() as patch:
         patch.setattr(prompts, "sample_prompts", stopped)
         result = run(*words)
-        assert result.code == 130
+        assert result.code == 128 + number
         said = " ".join(result.err.split())
-        assert f"interrupted: 4 of 9 prompts are in {out}; the same command goes on" in said
+        assert f"{how}: 4 of 9 prompts are in {out}; the same command goes on" in said
     cut = '{"prompt": "thr\u00e9'.encode()[:-1]  # killed while it wrote, between two bytes of é
     out.write_bytes(out.read_bytes() + cut)
     with monkeypatch.context() as patch:

@@ -535,7 +535,7 @@ def test_command_on_prompts(run, tmp_path, items, monkeypatch):
         (("nano", "--no-write", "--mode", "ntp"), "mode must be one of sbd, verified to be tuned"),
         (
             ("nano", "--no-write", "--mode", "verified", "--solver", "fixed:2"),
-            "--solver is for mode sbd, which --mode leaves out",
+            "--solver is for mode sbd, and the mode is",
         ),
         (("nano", "--no-write", "--solver", "best"), "solver must be one of"),
         (("nano", "--no-write", "--resume"), "resume: no record to go on with"),

@@ -3,7 +3,9 @@
 import atexit
 import gc
 import inspect
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
@@ -20,6 +22,7 @@ from setblock.cli import (
     tuning,
 )
 from setblock.cli.common import app, fail
+from setblock.signals import Stopped, stop_at_once, told
 
 # What `setblock --help` lists together.
 PANELS = {
@@ -70,8 +73,10 @@ def _leave_at_once() -> None:
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     atexit.register(_leave_at_once)
+    served = sys.argv[1:2] == ["serve"]  # whose server has handlers of its own
     try:
-        code = app(prog_name="setblock", standalone_mode=False)
+        with nullcontext([]) if served else stop_at_once(signal.SIGTERM) as came:
+            code = app(prog_name="setblock", standalone_mode=False)
     except typer.TyperException as error:  # words that no command takes
         message = _told(error).replace(": Value error, ", ": ")
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
@@ -90,9 +95,10 @@ def main() -> None:
         if not isinstance(error, SafetensorError):
             raise
         fail(f"weights can't be read or written: {error}", 1)
-    if code == 130 and sys.argv[1:2] == ["serve"]:  # Ctrl-C, the way to end it
+    if code == 130 and served:  # Ctrl-C, the way to end it
         sys.exit(code)
-    if code == 130:  # typer's answer to Ctrl-C
+    if code == 130:  # typer's answer to Ctrl-C, and to what a signal raised
+        how, code = told(Stopped(*came))
         out = "--out" in sys.argv[:-1] and Path(sys.argv[sys.argv.index("--out") + 1])
         ways = {
             "evaluate": ": what is done is kept, go on with --resume",
@@ -102,4 +108,4 @@ def main() -> None:
         way = ways.get(sys.argv[1], "") if out and out.is_file() else ""
         if sys.argv[1] == "speedup":
             way = ": what is done is kept, the same command goes on"
-        fail("interrupted" + way, code)
+        fail(how + way, code)

@@ -44,6 +44,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_without,
     starting,
     tell_undrafted,
     warm_up,
@@ -152,6 +153,7 @@ def generate(
     }
     settings = settings_for(model, **options)
     refuse_idle([settings.mode], solver=solver, block_size=block_size)
+    refuse_without(Mode.sbd, [settings.mode], slide=slide)
     if not settings.copies_alone:
         warn_unfit(model, settings.mode)
     ids = encode(model, [asked], chat=chat)
@@ -308,9 +310,7 @@ def demo(
     own_mode = Mode(model.defaults["mode"])
     blocks = Mode.sbd if own_mode == Mode.ntp else own_mode
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))
-    for name, value in (("solver", solver), ("slide", slide)):
-        if value is not None and Mode.sbd not in modes:
-            raise ValueError(f"--{name} is for mode sbd: add --mode sbd, got {value!r} without it")
+    refuse_without(Mode.sbd, modes, solver=solver, slide=slide)
     refuse_idle(modes, block_size=block_size)
     for one in modes:
         warn_unfit(model, one)

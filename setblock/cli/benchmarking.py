@@ -37,6 +37,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_without,
     starting,
     tell_undrafted,
     warn_unfit,
@@ -154,7 +155,6 @@ def benchmark(
         from setblock.plan import beside_measured
         from setblock.records import Journal, machine_of
         from setblock.roofline import DISPATCH_S
-        from setblock.signals import stop_at_once
 
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
@@ -170,14 +170,8 @@ def benchmark(
     if min(cached or [0]) < 0:
         raise ValueError(f"--cached must be at least 0, got {min(cached or [0])}")
     modes = tuple(dict.fromkeys(mode or Mode))
-    for name, values, one in (
-        ("solver", solver or None, Mode.sbd),
-        ("slide", slide, Mode.sbd),
-        ("lenience", lenience or None, Mode.verified),
-        ("lookup", lookup or None, Mode.verified),
-    ):
-        if values is not None and one not in modes:
-            raise ValueError(f"--{name} is for mode {one}, and the modes are {', '.join(modes)}")
+    refuse_without(Mode.sbd, modes, solver=solver or None, slide=slide)
+    refuse_without(Mode.verified, modes, lenience=lenience or None, lookup=lookup or None)
     refuse_idle(modes, block_size=block_size[0] if block_size else None)
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
@@ -240,7 +234,6 @@ def benchmark(
                 engine = running.enter_context(started)
         elif vllm is None:
             record["vllm"] = f"left out: {missing}"
-        running.enter_context(stop_at_once())  # whole rounds are kept, whatever the signal
         for length in prompt_length or [None]:
             prompts = [measure.stretched(one, length) for one in ids]
             for batch in sizes:
@@ -334,9 +327,7 @@ def profile(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
-    for name, value in (("solver", solver), ("slide", slide)):
-        if value is not None and Mode.sbd not in modes:
-            raise ValueError(f"--{name} is for mode sbd, which --mode leaves out; got {value}")
+    refuse_without(Mode.sbd, modes, solver=solver, slide=slide)
     refuse_idle(modes, block_size=block_size)
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}

@@ -307,6 +307,16 @@ def refuse_idle(modes: Iterable[str], **given: Any) -> None:
         raise ValueError(f"{option} is for modes sbd and verified, got {given[name]} in mode ntp")
 
 
+def refuse_without(mode: str, modes: Iterable[str], **given: Any) -> None:
+    """Raises: ValueError for an option of this mode that was given where no mode is this."""
+    modes = list(modes)
+    name = next((name for name, value in given.items() if value is not None), None)
+    if name is not None and mode not in modes:
+        option = "--" + "no-" * (given[name] is False) + name.replace("_", "-")
+        are = "modes are" if len(modes) > 1 else "mode is"
+        raise ValueError(f"{option} is for mode {mode}, and the {are} {', '.join(modes)}")
+
+
 def warm_up(model: "Model", options: dict[str, Any]) -> None:
     """First forwards allocate, choose and make kernels: not in the times of these options."""
     from setblock.generation import generate as answer

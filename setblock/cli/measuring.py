@@ -41,6 +41,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_without,
     starting,
     tell_undrafted,
     warm_up,
@@ -236,11 +237,7 @@ def evaluate(
         },
     }
     for one, values in own.items():
-        names = [name.replace("_", "-") for name, value in values.items() if value is not None]
-        if names and one not in modes:
-            raise ValueError(
-                f"--{names[0]} is for mode {one.value}, and the modes are {', '.join(modes)}"
-            )
+        refuse_without(one, modes, **values)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")

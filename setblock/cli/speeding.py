@@ -26,8 +26,9 @@ from setblock.cli.common import (
     quiet_libraries,
     starting,
 )
-from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, exit_code, telling
+from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, telling
 from setblock.cli.tuning import search, tell, write_choice
+from setblock.signals import Stopped, exit_code, stop_at_once
 
 PROMPTS = 2000
 # Options of `train` that have one value here.
@@ -114,7 +115,6 @@ def speedup(
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
         from setblock.run import TrainingRun
-        from setblock.signals import Stopped, stop_at_once
         from setblock.speedup import CHAIN_WIDTH, learn
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from setblock.cli.common import (
     quiet_libraries,
     starting,
 )
+from setblock.signals import Stopped, exit_code, told
 
 # Parts of the long --help of `train`.
 DATA, ADAPTER, ANSWERS = "Data", "Adapter", "The model's own answers"
@@ -77,11 +77,11 @@ def prompts(
 
     try:
         done = write_prompts(model, out_file, count, sampling, batch_size, progress)
-    except KeyboardInterrupt:
-        if done:
-            kept = f"{done} of {count} prompts are in {out_file}"
-            fail(f"interrupted: {kept}; the same command goes on", 130)
-        raise
+    except KeyboardInterrupt as stop:
+        if not done:
+            raise
+        how, code = told(stop)
+        fail(f"{how}: {done} of {count} prompts are in {out_file}; the same command goes on", code)
     if as_json:
         print_json({"model": model_name, "out": str(out_file), "prompts": done, "seed": seed})
         return
@@ -234,7 +234,6 @@ def train(
 
         from setblock.finetune import finetune
         from setblock.run import TrainingRun
-        from setblock.signals import Stopped
 
     typed = {
         **{"model": model_name, "data": data, "output_dir": output_dir, "method": method},
@@ -261,8 +260,8 @@ def train(
     except Stopped as stop:
         name = str(stop)
         fail(
-            f"stopped by {name} while the model wrote what it learns; the same command goes on "
-            "with what there is",
+            f"stopped by {name} with no step under way; the same command goes on with the answers "
+            "that the model has written",
             exit_code(name),
         )
     if not PartialState().is_main_process:
@@ -325,12 +324,6 @@ def telling(as_json: bool) -> Iterator[Callable[[str], None]]:
         transformers_logging.disable_progress_bar()
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield say
-
-
-def exit_code(stopped_by: str) -> int:
-    """Of a command that this signal stopped, or a signal to another rank."""
-    known = stopped_by in signal.Signals.__members__
-    return 128 + signal.Signals[stopped_by] if known else 130
 
 
 def check_packages() -> None:

@@ -25,6 +25,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_without,
     starting,
     warm_up,
     warn_unfit,
@@ -182,9 +183,7 @@ def tune(
         raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
     slides = (False, True) if slide is None else (slide,)
     tried = tuning.Tried(mode or tuning.MODES, solver or tuning.SOLVERS, block_size, slides=slides)
-    for name, value in (("solver", solver or None), ("slide", slide)):
-        if value is not None and "sbd" not in tried.modes:
-            raise ValueError(f"--{name} is for mode sbd, which --mode leaves out")
+    refuse_without("sbd", tried.modes, solver=solver or None, slide=slide)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     if not model.trained:  # else what is tried is measured
         warn_unfit(model, "sbd")
