@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 METHODS = ("full", "lora", "qlora", "gated")
 # Layers that peft takes for parts of experts, in some mixtures of them, wherever they stand.
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Settings by which an architecture changes its logits after the head; 1 or None where it does not.
+SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+SCALES_BEFORE_HEAD = ("dim_model_base",)  # likewise what the head reads
+# Of latent attention: it reads the whole cache in every forward, where no gate knows which tokens
+# were masks.
+OF_CACHE = "kv_b_proj"
 
 
 def attach(
@@ -64,6 +70,7 @@ def attach(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=_gated_layers(network) if gated else "all-linear",
+        exclude_modules=_left_out(network, gated) or None,
         trainable_token_indices=tokens,
         alora_invocation_tokens=[mask_token_id] if gated else None,
         modules_to_save=with_chain(network, chain_width),
@@ -93,7 +100,23 @@ def _gated_layers(network: PreTrainedModel) -> str | list[str]:
         if isinstance(module, nn.Linear) and module is not head
         if not name.startswith(tuple(f"{mixture}." for mixture in mixtures))
     }
-    return sorted(layers - EXPERTS)
+    return sorted(layers - EXPERTS - {OF_CACHE})
+
+
+def _left_out(network: PreTrainedModel, gated: bool) -> list[str]:
+    """Linear layers that no adapter can be on, as peft takes them: a router of experts that is one
+    and gives more than a product, and what a gate can't part.
+    """
+    names = {
+        name.rpartition(".")[2]: type(module).__name__
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return sorted(
+        name
+        for name, kind in names.items()
+        if kind.endswith("Router") or (gated and name == OF_CACHE)
+    )
 
 
 def _takes_all(network: PreTrainedModel) -> bool:
@@ -157,11 +180,36 @@ def with_chain(network: Any, width: int) -> list[str] | None:
     """What peft shall train whole and save: a new chain, if it is to have a width.
 
     Effects: the network has it.
+    Raises: ValueError if the network has logits that its head alone does not make.
     """
     if not width:
         return None
+    check_no_chain(network.config, width)
     network.setblock_chain = Chain(network.config.hidden_size, width).to(network.device)
     return [chain.NAME]
+
+
+def changed_logits(config: Any) -> str | None:
+    """What an architecture does to its logits after the head, None for nothing."""
+    return _set_in(config, SCALES)
+
+
+def no_chain(config: Any) -> str | None:
+    """Why a chain can't be beside such a network, None if it can."""
+    if what := changed_logits(config) or _set_in(config, SCALES_BEFORE_HEAD):
+        return f"the logits of a {config.model_type} with {what} are not simply its output layer's"
+    return None
+
+
+def check_no_chain(config: Any, width: int) -> None:
+    """Raises: ValueError for a chain that can't be beside such a network."""
+    if width and (why := no_chain(config)):
+        raise ValueError(f"chain_width must be 0, got {width}: {why}")
+
+
+def _set_in(config: Any, names: tuple[str, ...]) -> str | None:
+    values = ((name, getattr(config, name, None)) for name in names)
+    return next((f"{name}={value}" for name, value in values if value not in (None, 1, 1.0)), None)
 
 
 def chain_of(network: Any) -> Chain | None:

@@ -93,6 +93,7 @@ def finetune(
     )
     if model.adapted:
         run = _as_adapted(run, model)
+    adapters.check_no_chain(model.network.config, run.chain_width)
     if not frozen:
         model.network.requires_grad_(True)  # a folded adapter leaves it frozen
     _check_length(config, model, typed="max_length" in names_of(arguments))

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from setblock.adapters import (
+    OF_CACHE,
     chain_of,
     check_chain,
     is_gated,
@@ -240,6 +241,10 @@ def put_on(
 
     gate = Gate()
     adapted_layers = [n for n, one in network.named_modules() if isinstance(one, LoraLayer)]
+    if any(name.rpartition(".")[2] == OF_CACHE for name in adapted_layers):
+        raise ValueError(
+            f"a gated adapter can't act on {OF_CACHE}, which reads the whole cache in every forward"
+        )
     for names in groups(adapted_layers):
         layers = [
             GatedLinear(network.get_submodule(name), gate, adapted.active_adapter) for name in names

@@ -1,10 +1,11 @@
 """The output layer at the labels alone, a chunk at a time: a step never holds all of its logits.
 
 While `scoring()` is on, a network's head returns what a loss needs of each label instead of logits.
-The head stays inside the network's own forward, where sharding and autocast expect it.
+The head stays inside the network's own forward, where sharding and autocast expect it. A network
+that changes its logits after the head is let do so first: there a step holds those of all labels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
 
-from setblock.adapters import unwrapped
+from setblock.adapters import changed_logits, unwrapped
 from setblock.chain import Chain, candidates_of
-
-# Settings by which an architecture changes its logits after the head; 1 or None where it does not.
-SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 class LabelScores(NamedTuple):
@@ -54,26 +51,22 @@ class Targets:
         return Targets(*(None if one is None else one[which] for one in parts))  # type: ignore[arg-type]
 
 
-def check_head(config: PretrainedConfig) -> None:
-    """Raises: ValueError for an architecture whose logits are not simply its head's output."""
-    for name in SCALES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"{config.model_type} sets {name}={getattr(config, name)}, which changes the "
-                "logits after the head; training supports networks without it"
-            )
-
-
 @contextmanager
 def scoring(
     network: Any, targets: Targets, chunk_size: int, chain: Chain | None = None
-) -> Iterator[None]:
-    """Lets `network` return [labels, 6] for logits: `LabelScores(*logits.unbind(dim=1))`.
+) -> Iterator[Callable[[Tensor], LabelScores]]:
+    """Yields what makes LabelScores of the logits that `network` returns within.
 
-    chunk_size: labels whose logits exist at a time; more than one chunk are computed once more in
-    the backward pass instead of being kept. chain: one that learns from `targets.before`; its
-    gradients end in it.
+    chunk_size: labels whose logits exist at a time, or if the network changes its logits after the
+    head their probabilities; more than one chunk are computed once more in the backward pass
+    instead of being kept. chain: one that learns from `targets.before`; its gradients end in it.
     """
+    if changed_logits(network.config) is not None:
+        # adapters.with_chain allows no chain here.
+        yield lambda logits: _parted(
+            _score(lambda some: some, logits.flatten(0, 1), targets, chunk_size, None, None)
+        )
+        return
     head: Any = network.get_output_embeddings()
     logits_of, before = head.forward, vars(head).get("forward")
 
@@ -83,12 +76,20 @@ def scoring(
 
     head.forward = forward
     try:
-        yield
+        yield _parted
     finally:
         if before is None:
             del head.forward
         else:
             head.forward = before
+
+
+def _parted(scores: Float[Tensor, "labels 6"]) -> LabelScores:
+    """As a network's logits, these have to be one tensor."""
+    nats, right, divergence, known, chain_nats, chain_right = scores.unbind(dim=1)
+    flags = (flag.detach() > 0 for flag in (right, known, chain_right))
+    right, known, chain_right = flags
+    return LabelScores(nats, right, divergence, known, chain_nats, chain_right)
 
 
 def _score(

@@ -40,6 +40,7 @@ from setblock.checkpoint import (
 )
 from setblock.mask_token import rows_of
 from setblock.model import COMPILE, Model
+from setblock.trial import try_out
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -127,6 +128,7 @@ def _load(
     settings["mask_token_id"] = base.mask_token_id
     model = Model(network, base.tokenizer, name, settings=settings)
     model.base = base_name
+    try_out(model)
     return model
 
 
@@ -181,7 +183,9 @@ def _load_whole(
         _keep_four_bits(network)
     else:
         network.to(device)  # pyright: ignore[reportArgumentType]  # decorated by transformers
-    return Model(network, tokenizer, name, mask_token_id, settings)
+    model = Model(network, tokenizer, name, mask_token_id, settings)
+    try_out(model)
+    return model
 
 
 def _shares_embedding(network: PreTrainedModel) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from setblock.adapters import no_chain
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
 from setblock.files import write_whole
@@ -71,6 +72,9 @@ def learn(
             f"{model.name} is trained for set block decoding already; speeds here are over its "
             "token by token"
         )
+    if why := no_chain(model.network.config):
+        say(f"drafts have no chain: {why}")
+        run = replace(run, chain_width=0)
     if run.own_prompts:
         check_beside_own(run)
         make_up_prompts(run, model, config.seed, say)

@@ -42,7 +42,6 @@ from setblock.batches import (
 from setblock.card import card
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.head import check_head
 from setblock.masks import CLEAN, WholeRows
 from setblock.model import Model, ends_of
 from setblock.timelimit import TimeLimit
@@ -161,7 +160,6 @@ class SBDTrainer(SFTTrainer):
                 weight.data = weight.data.float()
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
-        check_head(self.model.config)
         context = context_of(self.model.config)
         shortened = context < self.model.config.max_position_embeddings
         if shortened and (args.max_length is None or args.max_length > context):

@@ -61,12 +61,8 @@ def label_scores(
                 "use_cache": False,
                 **peft_offsets(network, view.layout),
             }
-        stack.enter_context(scoring(network, targets, chunk_size, chain))
-        output = wrapped(**inputs, logits_to_keep=columns).logits
-    nats, right, divergence, known, chain_nats, chain_right = output.unbind(dim=1)
-    flags = (flag.detach() > 0 for flag in (right, known, chain_right))
-    right, known, chain_right = flags
-    return LabelScores(nats, right, divergence, known, chain_nats, chain_right)
+        scores_of = stack.enter_context(scoring(network, targets, chunk_size, chain))
+        return scores_of(wrapped(**inputs, logits_to_keep=columns).logits)
 
 
 def _targets(

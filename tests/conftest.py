@@ -63,6 +63,7 @@ KINDS = {
     "gemma3": transformers.Gemma3TextConfig(
         **SIZES, sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=16
     ),
+    "granite": transformers.GraniteConfig(**SIZES, logits_scaling=4.0),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 

@@ -1,34 +1,62 @@
 """The head in chunks: the same nats, hits, divergences and gradients as from all logits at once."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from setblock.head import LabelScores, Targets, check_head, scoring
+from setblock.adapters import changed_logits, with_chain
+from setblock.head import LabelScores, Targets, scoring
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+CHANGES: dict[Any, dict[str, Any]] = {
+    GraniteConfig: {"logits_scaling": 4.0},
+    CohereConfig: {"logit_scale": 0.25},
+    Gemma3TextConfig: {"final_logit_softcapping": 2.0, "head_dim": 8},
+}
 
 
 def network(tied):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+def changing(kind):
+    """A network that changes its logits after the head."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(kind(**SIZES, **CHANGES[kind]))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [network(False), network(True), *map(changing, CHANGES)],
+    ids=["llama", "llama-tied", *(kind.model_type for kind in CHANGES)],
+)
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
 @pytest.mark.parametrize("taught", [False, True])
-def test_chunks_are_the_whole(tied, chunk_size, taught):
-    model = network(tied)
+def test_chunks_are_the_whole(model, chunk_size, taught):
+    model.zero_grad()
     tokens = torch.randint(0, 19, (2, 6))
     inputs, labels = torch.tensor([0, 2, 3, 7, 8, 10, 11]), torch.tensor([3, 1, 4, 1, 5, 9, 2])
     teachers = torch.tensor([-1, 1, 2, -1, 6, -1, 9]) if taught else None
@@ -45,15 +73,15 @@ def test_chunks_are_the_whole(tied, chunk_size, taught):
                     reduction="sum",
                 )
     (nats.sum() + 0.7 * divergence.sum()).backward()
-    expected: list[Any] = [p.grad for p in model.parameters()]
+    expected: list[Any] = [p.grad.clone() for p in model.parameters()]
 
     model.zero_grad()
-    with scoring(model, Targets(inputs, labels, teachers), chunk_size):
-        scores = LabelScores(*model(input_ids=tokens).logits.unbind(dim=1))
+    with scoring(model, Targets(inputs, labels, teachers), chunk_size) as scores_of:
+        scores = scores_of(model(input_ids=tokens).logits)
     (scores.nats.sum() + 0.7 * scores.divergence.sum()).backward()
     assert torch.allclose(scores.nats, nats, atol=1e-5)
     assert torch.allclose(scores.divergence, divergence, atol=1e-5)
-    assert scores.right.tolist() == (logits[inputs].argmax(-1) == labels).float().tolist()
+    assert scores.right.tolist() == (logits[inputs].argmax(-1) == labels).tolist()
     found: list[Any] = [p.grad for p in model.parameters()]
     for wanted, gradient in zip(expected, found, strict=True):
         assert torch.allclose(gradient, wanted, atol=1e-5)
@@ -74,9 +102,12 @@ def test_head_is_put_back():
     assert model.lm_head.forward is own
 
 
-def test_scaled_logits_are_refused():
-    config = network(False).config
-    check_head(config)
-    config.logits_scaling = 8.0
-    with pytest.raises(ValueError, match=r"llama sets logits_scaling=8.0"):
-        check_head(config)
+@pytest.mark.parametrize("name", ["logits_scaling", "final_logit_softcapping", "dim_model_base"])
+def test_a_chain_is_refused_where_logits_are_not_the_heads(name):
+    model = network(False)
+    assert changed_logits(model.config) is None
+    setattr(model.config, name, 8.0)
+    message = f"chain_width must be 0, got 4: the logits of a llama with {name}=8.0 are not simply"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        with_chain(model, 4)
+    assert with_chain(model, 0) is None

@@ -364,7 +364,7 @@ def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
             transformers.Qwen3Config(num_hidden_layers=1, layer_types=["chunked_attention"]),
             "qwen3 has layers of type chunked_attention; only full_attention, sliding_attention",
         ),
-        (transformers.Cohere2Config(), "cohere2 mixes full and sliding-window layers"),
+        (transformers.MoshiConfig(), "moshi has sliding windows, and nobody has tested how it"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

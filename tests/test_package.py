@@ -48,6 +48,7 @@ LEVELS = (
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels"),
     ("graphs",),
     ("model", "totals", "timelimit"),
+    ("trial",),
     ("loading", "decode", "pieces", "views", "export"),
     ("verified", "likelihood", "train"),
     ("generation", "vllm"),

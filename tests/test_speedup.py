@@ -105,6 +105,22 @@ def test_one_command(words, prompts, checkpoint, tmp_path, monkeypatch, capsys) 
     assert json.loads(capsys.readouterr().out) == record, "nothing is left to do"
 
 
+def test_a_model_that_can_have_no_chain(
+    words, checkpoint, tmp_path, monkeypatch, capsys, chooses
+) -> None:
+    chooses()
+    other = [
+        str(checkpoint("granite")) if word == str(checkpoint("llama")) else word for word in words
+    ]
+    run(monkeypatch, "speedup", *other)
+    assert (
+        "no chain: the logits of a granite with logits_scaling=4.0 are not simply its output"
+        in (" ".join(capsys.readouterr().err.split()))
+    )
+    assert load(tmp_path / "fast").chain is None
+    assert load(tmp_path / "fast").gated
+
+
 def test_the_folder_of_another_command(words, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "fast" / "checkpoint-3").mkdir(parents=True)
     with pytest.raises(SystemExit):

@@ -1,0 +1,102 @@
+"""A network of a family that the tests do not know is tried before it decodes.
+
+Many of transformers' networks would run under our masks and be wrong without a word: they may make
+masks of their own, look at other tokens than attention does, or count positions by themselves.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from setblock.architectures import TESTED
+from setblock.checkpoint import ModelError
+from setblock.masks import CLEAN, Layout, causal_layout
+from setblock.model import Model
+
+CLEAN_TOKENS, NOISY_TOKENS, START = 8, 4, 4  # of the trial's text, and where its block stands
+
+
+def try_out(model: Model) -> None:
+    """Some forwards of few tokens, unless the tests know the network's family.
+
+    Raises: ModelError if they fail, or if what the rules of masks.py hide changes a prediction, or
+    what they show does not, or if a cache does, or if a text's next-token predictions are not those
+    that the network makes by itself.
+    """
+    kind = model.network.config.model_type
+    if kind in TESTED:
+        return
+    try:
+        wrong = next(_wrong(model), None)
+    except ModelError:
+        raise
+    except Exception as error:
+        wrong = f"its forwards fail with them: {' '.join(str(error).split())[:200]}"
+    if wrong is not None:
+        raise ModelError(f"{kind}, which the tests do not know, can't run under our masks: {wrong}")
+
+
+@torch.no_grad()
+def _wrong(model: Model) -> Iterator[str]:
+    """What is wrong, one thing after the other."""
+    text = _text(model)
+    clean = text[:, :CLEAN_TOKENS]
+    here = model.forward(clean, causal_layout(torch.arange(CLEAN_TOKENS).expand_as(clean)))
+    plain = model.network(input_ids=clean.to(model.device), use_cache=False).logits.float()
+    if not _same(model, here, plain):
+        yield "next tokens are other ones than the network's own"
+
+    position = torch.cat([torch.arange(CLEAN_TOKENS), START + torch.arange(NOISY_TOKENS)])
+    position = position.expand(len(text), -1)
+    noisy = (torch.arange(position.shape[1]) >= CLEAN_TOKENS).expand_as(position)
+    horizon = torch.where(noisy, START, position + 1)
+    block = torch.where(noisy, START, CLEAN)
+    layout = Layout(position, horizon, block, torch.zeros_like(position))
+
+    def predicted(text: Tensor) -> Float[Tensor, "rows noisy vocab"]:
+        return model.forward(text, layout)[:, CLEAN_TOKENS:]
+
+    def changed(place: int) -> Float[Tensor, "rows noisy vocab"]:
+        other = text.clone()
+        other[:, place] = text[:, place - 1]
+        return predicted(other)
+
+    before = predicted(text)
+    if torch.equal(changed(START - 1), before):
+        yield "a block does not see the text before it"
+    if torch.equal(changed(-1)[:, 0], before[:, 0]):
+        yield "a block's slots do not see each other"
+    if not all(_same(model, changed(place), before) for place in range(START, CLEAN_TOKENS)):
+        yield "a block sees the tokens that it is to predict"
+
+    cache = model.new_cache(len(text), position.shape[1])
+    known = layout.map(lambda tensor: tensor[:, :START])
+    model.forward(text[:, :START], known, cache)
+    cache.keep(np.array([START] * len(text)))
+    rest = layout.map(lambda tensor: tensor[:, CLEAN_TOKENS:])
+    if not _same(model, model.forward(text[:, CLEAN_TOKENS:], rest, cache), before):
+        yield "predictions behind a cache are other ones than without"
+
+
+def _text(model: Model) -> Tensor:
+    """[2, tokens], none of them special or as its neighbours; one row is the other backwards."""
+    usual = [
+        token
+        for token in range(min(model.vocab_size, 1000))
+        if token not in model.eos_token_ids and token != model.mask_token_id
+    ]
+    count = CLEAN_TOKENS + NOISY_TOKENS
+    step = max(len(usual) // count, 1)
+    tokens = (usual[::step] * count)[:count]
+    return torch.tensor([tokens, tokens[::-1]])
+
+
+def _same(model: Model, one: Tensor, other: Tensor) -> bool:
+    """Up to rounding, whose share of the logits' spread depends on the type."""
+    keep = torch.arange(one.shape[-1], device=one.device) != model.mask_token_id
+    one, other = one[..., keep], other[..., keep]
+    exact = model.dtype == torch.float32
+    return bool((one - other).abs().max() <= (1e-3 if exact else 0.1) * other.std())

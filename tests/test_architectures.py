@@ -1,0 +1,278 @@
+"""Families of networks that decode: a small one of each, with random weights, against the laws."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import MIXED, SIZES, make_tokenizer
+from networks import load
+
+from setblock import adapters, architectures, generate, model, trial
+from setblock.architectures import TESTED
+from setblock.checkpoint import ModelError, write_settings
+from setblock.masks import CLEAN, Layout
+from setblock.model import Model
+
+pytestmark = [  # what peft says of some families, and of itself
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:.*(target_parameters|_pattern keys)"),
+]
+
+# What a small network has, under whatever name its configuration knows it by.
+SMALL: dict[str, Any] = {
+    **SIZES,
+    **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("n_inner", "d_ff", "dff", "ffn_dim", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("n_layer", "n_layers"), 2),
+    **dict.fromkeys(("n_head", "n_heads"), 4),
+    **dict.fromkeys(("n_positions", "max_seq_len"), 256),
+    "partial_rotary_factor": 1.0,
+    "rotary_dim": 8,
+    "logits_scaling": 4.0,
+    "logit_scale": 0.25,
+    "final_logit_softcapping": 8.0,
+    # Of mixtures of experts.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    "expert_ffn_hidden_size": 32,
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "zero_expert_num": 0,
+    # Of latent attention.
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    # Of windows.
+    "sliding_window": 4,
+    "use_sliding_window": True,
+    "query_pre_attn_scalar": 16,
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
+WAYS: list[dict[str, Any]] = [
+    {"branches": 2, "seeds": 1, "lookup": 3},
+    {"draft": "solver", "solver": "fixed:2"},
+]
+
+
+def small(family: str) -> transformers.PretrainedConfig:
+    """A configuration of this family, its layers of both kinds where they may be."""
+    kind: Any = transformers.CONFIG_MAPPING[family]
+    usual = kind().to_dict()
+    tokenizer = make_tokenizer(mask_token="<mask>")
+    own = {name: value for name, value in SMALL.items() if name in usual}
+    own |= {name: None for name in ("mlp_layer_types", "attn_layer_indices") if usual.get(name)}
+    if usual.get("layer_types"):
+        own["layer_types"] = MIXED if "sliding_window" in usual else ["full_attention"] * 2
+    if "kv_lora_rank" in usual:  # every head has keys of its own
+        own["num_key_value_heads"] = 4
+    if not usual.get("num_experts", True):
+        del own["num_experts"]
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ROLES}
+    # With a tied embedding a random network says the same token again and again.
+    return kind(**own, **ids, vocab_size=len(tokenizer), tie_word_embeddings=False)
+
+
+ROLES = ("bos", "eos", "pad")
+
+
+def known(families: tuple[str, ...]) -> list[Any]:
+    """Those that this version of transformers has; the others are shown as left out."""
+    return [
+        pytest.param(
+            family,
+            marks=pytest.mark.skipif(
+                family not in transformers.CONFIG_MAPPING, reason="of a newer transformers"
+            ),
+        )
+        for family in families
+    ]
+
+
+@pytest.fixture(scope="module", params=known(TESTED))
+def random_model(request, tmp_path_factory) -> Model:
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def made(family: str, folder: Path) -> Model:
+    config = small(family)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for weight in network.parameters():
+        # Some families have small weights, which make every prediction flat and hide mistakes.
+        if weight.dim() > 1 and weight.std() < 0.1:
+            torch.nn.init.normal_(weight, std=0.2)
+    network.save_pretrained(folder)
+    make_tokenizer(mask_token="<mask>").save_pretrained(folder)
+    return load(folder)
+
+
+def ids_of(model: Model, prompts: list[list[int]], **options: Any) -> list[tuple[int, ...]]:
+    common: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, **options}
+    return [one.token_ids for one in generate(model, prompts, **common)]
+
+
+def test_every_family_decodes_by_the_laws(random_model) -> None:
+    """Next tokens are transformers' own; verified text is theirs; no row depends on another."""
+    network: Any = random_model.network
+    texts = ids_of(random_model, PROMPTS, mode="ntp")
+    assert len(set(texts[0])) > 2
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        own = network.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=[random_model.mask_token_id],
+        )
+        assert list(text) == own[0, len(prompt) :].tolist()
+    for way in WAYS:
+        assert ids_of(random_model, PROMPTS, mode="verified", block_size=4, **way) == texts
+    blocks: dict[str, Any] = {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
+    together = ids_of(random_model, PROMPTS, **blocks)
+    assert [ids_of(random_model, [prompt], **blocks)[0] for prompt in PROMPTS] == together
+
+
+def test_every_family_passes_the_trial_of_the_others(random_model, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "TESTED", ())
+    trial.try_out(random_model)
+
+
+def save_gated_adapter(model: Model, folder: Path) -> None:
+    """One with random weights."""
+    base = str(model.name)
+    network: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    mask, width = model.mask_token_id, 0 if adapters.no_chain(network.config) else 8
+    adapted = adapters.attach(network, base, "gated", mask, rank=4, alpha=8, chain_width=width)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(folder)
+    write_settings(folder, mask_token_id=mask, chain_width=width or None, trained=True)
+
+
+def test_every_family_takes_a_gated_adapter(random_model, tmp_path, monkeypatch) -> None:
+    """Whatever it drafts, the text is the base's."""
+    save_gated_adapter(random_model, tmp_path)
+    monkeypatch.setattr(trial, "TESTED", ())
+    model = load(tmp_path)
+    texts = ids_of(random_model, PROMPTS, mode="ntp")
+    assert ids_of(model, PROMPTS, mode="ntp") == texts
+    for way in WAYS:
+        assert ids_of(model, PROMPTS, mode="verified", block_size=4, **way) == texts
+
+
+def test_a_gate_on_what_reads_the_cache_is_refused(tmp_path, monkeypatch) -> None:
+    """Of adapters that attach() does not make."""
+    model = made("deepseek_v3", tmp_path / "base")
+    monkeypatch.setattr(adapters, "OF_CACHE", "")
+    save_gated_adapter(model, tmp_path / "adapter")
+    with pytest.raises(ModelError, match="a gated adapter can't act on kv_b_proj, which reads the"):
+        load(tmp_path / "adapter")
+
+
+def test_the_page_lists_the_families() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+    listed = page.partition("### Which models run")[2].partition("\n- ")[0]
+    assert f"{len(TESTED)} of them" in listed
+    assert re.findall(r"`(\w+)`", listed.partition("depends on another.")[2]) == list(TESTED)
+
+
+@pytest.mark.parametrize("family", known(("gemma4_text", "moshi", "dory")))
+def test_windows_that_nobody_tested_are_refused(family) -> None:
+    config = transformers.CONFIG_MAPPING[family]()
+    with pytest.raises(ModelError, match=f"^{family} has sliding windows, and nobody has tested"):
+        architectures.check_architecture(config)
+
+
+def _everything(queries: Layout, keys: Layout) -> torch.Tensor:
+    return torch.ones(1, 1, queries.position.shape[1], keys.position.shape[1], dtype=torch.bool)
+
+
+def _in_place(queries: Layout, keys: Layout) -> torch.Tensor:
+    """By place in the row: a block sees itself and the whole text."""
+    blocks = (queries.block != CLEAN)[:, None, :, None] & (keys.block != CLEAN)[:, None, None, :]
+    return _everything(queries, keys).tril() | blocks
+
+
+def _itself(queries: Layout, keys: Layout) -> torch.Tensor:
+    """Blocks see nothing but each token itself."""
+    noisy = (queries.block != CLEAN)[:, None, :, None]
+    return torch.where(noisy, torch.eye(noisy.shape[2], dtype=torch.bool), _in_place(queries, keys))
+
+
+def _one_by_one(queries: Layout, keys: Layout) -> torch.Tensor:
+    """A block's slots see the text before it and themselves."""
+    noisy = (queries.block != CLEAN)[:, None, :, None] & (keys.block != CLEAN)[:, None, None, :]
+    other = ~torch.eye(noisy.shape[2], dtype=torch.bool)
+    return architectures.visible(queries, keys) & ~(noisy & other)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (_everything, "next tokens are other ones than the network's own"),
+        (_itself, "a block does not see the text before it"),
+        (_one_by_one, "a block's slots do not see each other"),
+        (_in_place, "a block sees the tokens that it is to predict"),
+    ],
+)
+def test_a_network_that_misreads_masks_is_refused(checkpoint, monkeypatch, rule, message) -> None:
+    """Its masks stand for what it makes of ours."""
+    monkeypatch.setattr(trial, "TESTED", ())
+
+    def misread(network: Any, queries: Layout, keys: Layout, windows: Any) -> torch.Tensor:
+        return rule(queries, keys)
+
+    monkeypatch.setattr(model, "attention_mask", misread)
+    with pytest.raises(ModelError, match=f"^llama, which the tests do not know, .*: {message}$"):
+        load(checkpoint())
+
+
+def test_a_network_that_misreads_its_cache_is_refused(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "TESTED", ())
+
+    def blind(network: Any, queries: Layout, cache: Any, windows: Any) -> torch.Tensor:
+        mask = masks(network, queries, cache, windows)
+        mask[..., 0] = False
+        return mask
+
+    masks = architectures.decoding_mask
+    monkeypatch.setattr(model, "decoding_mask", blind)
+    with pytest.raises(ModelError, match=r"behind a cache are other ones than without$"):
+        load(checkpoint())
+
+
+def test_a_network_that_fails_is_refused(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "TESTED", ())
+
+    def fails(*given: Any) -> torch.Tensor:
+        raise KeyError("full_attention")
+
+    monkeypatch.setattr(model, "attention_mask", fails)
+    with pytest.raises(ModelError, match=r"its forwards fail with them: 'full_attention'$"):
+        load(checkpoint())
+
+
+def test_16_bits_pass_the_trial(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "TESTED", ())
+    for kind in ("llama", "mixtral", "qwen3-window"):
+        for dtype in ("bfloat16", "float16"):
+            load(checkpoint(kind), dtype=dtype)
+
+
+def test_few_words_are_enough(checkpoint, monkeypatch) -> None:
+    """A vocabulary of fewer tokens than the trial's text."""
+    monkeypatch.setattr(trial, "TESTED", ())
+    tried = load(checkpoint())
+    tried.vocab_size = 7
+    text = trial._text(tried)
+    assert text.shape == (2, 12)
+    assert (text[:, 1:] != text[:, :-1]).all()
+    trial.try_out(tried)
