@@ -153,7 +153,7 @@ def save_gated_adapter(model: Model, folder: Path) -> None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     write_settings(folder, mask_token_id=mask, chain_width=width or None, trained=True)
 
 
