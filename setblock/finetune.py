@@ -35,6 +35,7 @@ from setblock.resume import (
 from setblock.run import OWN, TrainingRun, names_of, parse_config, settings_of_run
 from setblock.signals import stop_at_once
 from setblock.train import SBDTrainer, loss_sum
+from setblock.trial import check_head
 from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of
 
 MOST_COPIED = 2**32  # bytes of weights that there may be twice while a model answers
@@ -94,6 +95,7 @@ def finetune(
     if model.adapted:
         run = _as_adapted(run, model)
     adapters.check_no_chain(model.network.config, run.chain_width)
+    check_head(model, chain=run.chain_width > 0)
     if not frozen:
         model.network.requires_grad_(True)  # a folded adapter leaves it frozen
     _check_length(config, model, typed="max_length" in names_of(arguments))

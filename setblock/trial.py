@@ -5,12 +5,14 @@ masks of their own, look at other tokens than attention does, or count positions
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from setblock.adapters import changed_logits
 from setblock.architectures import TESTED
 from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, Layout, causal_layout
@@ -37,6 +39,30 @@ def try_out(model: Model) -> None:
         wrong = f"its forwards fail with them: {' '.join(str(error).split())[:200]}"
     if wrong is not None:
         raise ModelError(f"{kind}, which the tests do not know, can't run under our masks: {wrong}")
+
+
+@torch.no_grad()
+def check_head(model: Model, chain: bool = False) -> None:
+    """One forward of few tokens more, for who trains such a network.
+
+    chain: the output layer must read what the layers before it give, as well.
+    Raises: ModelError if the network changes its logits after the output layer, by no setting that
+    is known.
+    """
+    network: Any = model.network
+    kind = network.config.model_type
+    if kind in TESTED or changed_logits(network.config):
+        return
+    given = {"input_ids": _text(model)[:, :CLEAN_TOKENS].to(model.device), "use_cache": False}
+    head, made = network.get_output_embeddings(), []
+    hook = head.register_forward_hook(lambda layer, read, logits: made.append(logits))
+    logits = network(**given).logits.float()
+    hook.remove()
+    if chain:
+        made.append(head(network.get_decoder()(**given).last_hidden_state))
+    if not made or not all(_same(model, one.float(), logits) for one in made):
+        why = "are not its output layer's" if len(made) < 2 else "are not as a chain takes them"
+        raise ModelError(f"{kind}, which the tests do not know, can't be trained: its logits {why}")
 
 
 @torch.no_grad()

@@ -138,6 +138,21 @@ def test_every_family_decodes_by_the_laws(random_model) -> None:
 def test_every_family_passes_the_trial_of_the_others(random_model, monkeypatch) -> None:
     monkeypatch.setattr(trial, "TESTED", ())
     trial.try_out(random_model)
+    trial.check_head(random_model, chain=not adapters.no_chain(random_model.network.config))
+
+
+@pytest.mark.parametrize(("family", "chain"), [("granite", False), ("minicpm3", True)])
+def test_logits_that_the_output_layer_does_not_make_are_no_training(
+    tmp_path, monkeypatch, family, chain
+) -> None:
+    """As if no setting of theirs was known."""
+    model = made(family, tmp_path)
+    trial.check_head(model, chain)
+    monkeypatch.setattr(trial, "TESTED", ())
+    monkeypatch.setattr(trial, "changed_logits", lambda config: None)
+    message = "can't be trained: its logits are not " + ("as a chain" if chain else "its output")
+    with pytest.raises(ModelError, match=f"^{family}, which the tests do not know, {message}"):
+        trial.check_head(model, chain)
 
 
 def save_gated_adapter(model: Model, folder: Path) -> None:

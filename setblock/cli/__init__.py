@@ -98,7 +98,7 @@ def main() -> None:
     if code == 130 and served:  # Ctrl-C, the way to end it
         sys.exit(code)
     if code == 130:  # typer's answer to Ctrl-C, and to what a signal raised
-        how, code = told(Stopped(*came))
+        how, code = told(Stopped(*came[:1]))
         out = "--out" in sys.argv[:-1] and Path(sys.argv[sys.argv.index("--out") + 1])
         ways = {
             "evaluate": ": what is done is kept, go on with --resume",
