@@ -69,6 +69,8 @@ class MKL:
         return self.product(hidden, self.weight, self.shape, self.bias, tokens)
 
 
+# Names of layers whose weights are read by others: a router's of LongCat.
+READ = ("classifier",)
 # Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
 SMALLEST = {MKL: 2**15, OneDNN: 2**17}
 
@@ -152,7 +154,11 @@ def pack(network: torch.nn.Module) -> None:
     head, stays there besides.
     """
     # Subclasses store or compute something else.
-    plain = [name for name, layer in network.named_modules() if type(layer) is torch.nn.Linear]
+    plain = [
+        name
+        for name, layer in network.named_modules()
+        if type(layer) is torch.nn.Linear and name.rpartition(".")[2] not in READ
+    ]
     for names in groups(plain):
         layers: list[Any] = [network.get_submodule(name) for name in names]
         alike = {(one.in_features, one.weight.dtype, one.bias is None) for one in layers}

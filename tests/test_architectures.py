@@ -11,7 +11,7 @@ from conftest import MIXED, SIZES, make_tokenizer
 from networks import load
 from packaging.version import Version
 
-from setblock import adapters, architectures, generate, model, trial
+from setblock import adapters, architectures, generate, model, packed, trial
 from setblock.architectures import TESTED
 from setblock.checkpoint import ModelError, write_settings
 from setblock.masks import CLEAN, Layout
@@ -133,6 +133,16 @@ def test_every_family_decodes_by_the_laws(random_model) -> None:
     blocks: dict[str, Any] = {"mode": "sbd", "solver": "fixed:2", "block_size": 4}
     together = ids_of(random_model, PROMPTS, **blocks)
     assert [ids_of(random_model, [prompt], **blocks)[0] for prompt in PROMPTS] == together
+
+
+def test_every_family_runs_in_weights_laid_out_anew(random_model) -> None:
+    """In 16 bits, where all layers are; one forward of a prompt and some of blocks."""
+    if packed.missing(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("not on this processor")
+    model = load(str(random_model.name), dtype="bfloat16", pack=True)
+    assert model.packed
+    said = ids_of(model, PROMPTS, mode="verified", block_size=4, max_new_tokens=8)
+    assert [len(ids) for ids in said] == [8, 8]
 
 
 def test_every_family_passes_the_trial_of_the_others(random_model, monkeypatch) -> None:
