@@ -105,7 +105,7 @@ def _gated_layers(network: PreTrainedModel) -> str | list[str]:
 
 def _left_out(network: PreTrainedModel, gated: bool) -> list[str]:
     """Linear layers that no adapter can be on, as peft takes them: a router of experts that is one
-    and gives more than a product, and what a gate can't part.
+    and gives more than a product, or whose weight alone is read, and what a gate can't part.
     """
     names = {
         name.rpartition(".")[2]: type(module).__name__
@@ -115,7 +115,7 @@ def _left_out(network: PreTrainedModel, gated: bool) -> list[str]:
     return sorted(
         name
         for name, kind in names.items()
-        if kind.endswith("Router") or (gated and name == OF_CACHE)
+        if kind.endswith("Router") or name == "classifier" or (gated and name == OF_CACHE)
     )
 
 
@@ -198,6 +198,12 @@ def no_chain(config: Any) -> str | None:
     """Why a chain can't be beside such a network, None if it can."""
     if what := changed_logits(config) or _set_in(config, SCALES_BEFORE_HEAD):
         return f"the logits of a {config.model_type} with {what} are not simply its output layer's"
+    projected = getattr(config, "word_embed_proj_dim", config.hidden_size)
+    if projected != config.hidden_size:
+        return (
+            f"the output layer of a {config.model_type} with word_embed_proj_dim={projected} reads "
+            f"other states than the {config.hidden_size} wide ones of its layers"
+        )
     return None
 
 

@@ -27,6 +27,7 @@ def stop_at_once(*numbers: signal.Signals) -> Iterator[list[str]]:
         if os.getpid() != here:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)  # once is enough: more would stop the stopping
         came.append(signal.Signals(number).name)
         raise Stopped(came[-1])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.adapters import no_chain
+from setblock.checkpoint import ModelError
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
 from setblock.files import write_whole
@@ -20,6 +21,7 @@ from setblock.model import Model
 from setblock.resume import OWN_FOLDER, PREFIX, left_in
 from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item
+from setblock.trial import check_head
 from setblock.watch import prompts_of
 
 CHAIN_WIDTH = 256
@@ -72,7 +74,13 @@ def learn(
             f"{model.name} is trained for set block decoding already; speeds here are over its "
             "token by token"
         )
-    if why := no_chain(model.network.config):
+    check_head(model)
+    why = no_chain(model.network.config)
+    try:
+        check_head(model, chain=True)
+    except ModelError as error:
+        why = str(error)
+    if why:
         say(f"drafts have no chain: {why}")
         run = replace(run, chain_width=0)
     if run.own_prompts:

@@ -95,7 +95,8 @@ def _wrong(model: Model) -> Iterator[str]:
         yield "a block does not see the text before it"
     if torch.equal(changed(-1)[:, 0], before[:, 0]):
         yield "a block's slots do not see each other"
-    if not all(_same(model, changed(place), before) for place in range(START, CLEAN_TOKENS)):
+    later = range(START, CLEAN_TOKENS)
+    if not all(_same(model, changed(place), before, shapes=False) for place in later):
         yield "a block sees the tokens that it is to predict"
 
     cache = model.new_cache(len(text), position.shape[1])
@@ -120,9 +121,15 @@ def _text(model: Model) -> Tensor:
     return torch.tensor([tokens, tokens[::-1]])
 
 
-def _same(model: Model, one: Tensor, other: Tensor) -> bool:
-    """Up to rounding, whose share of the logits' spread depends on the type."""
+def _same(model: Model, one: Tensor, other: Tensor, shapes: bool = True) -> bool:
+    """Up to rounding: of the logits' mean difference as a share of their spread.
+
+    shapes: the two came of forwards of different shapes, which round differently, in 16 bits and
+    where a GPU multiplies 32 bits with fewer a good deal.
+    """
     keep = torch.arange(one.shape[-1], device=one.device) != model.mask_token_id
     one, other = one[..., keep], other[..., keep]
-    exact = model.dtype == torch.float32
-    return bool((one - other).abs().max() <= (1e-3 if exact else 0.1) * other.std())
+    most = 0.01 if model.dtype == torch.float32 else 0.2
+    if not shapes:
+        most /= 10
+    return bool((one - other).abs().mean() <= most * other.std())

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -178,11 +179,13 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["setblock", *map(str, words)])
         monkeypatch.setattr(sys, "stdin", stdin or io.StringIO())
         capsys.readouterr()
-        code = 0
+        code, ending = 0, signal.getsignal(signal.SIGTERM)
         try:
             cli.main()
         except SystemExit as error:
             code = error.code
+        finally:
+            signal.signal(signal.SIGTERM, ending)
         assert isinstance(code, int)
         return Result(code, *capsys.readouterr())
 

@@ -359,7 +359,7 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
     with pytest.raises(SystemExit) as code:
         run(monkeypatch, "train", *words, *QUICK.split())
     assert code.value.code == 128 + number
-    said = f"stopped by {name} with no step under way; the same command goes on with the answers"
+    said = f"stopped by {name}; answers and checkpoints that there are, are kept: the same command "
     assert said in one_line(capsys)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
 

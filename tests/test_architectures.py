@@ -288,6 +288,7 @@ def test_16_bits_pass_the_trial(checkpoint, monkeypatch) -> None:
     for kind in ("llama", "mixtral", "qwen3-window"):
         for dtype in ("bfloat16", "float16"):
             load(checkpoint(kind), dtype=dtype)
+    load("nano", dtype="bfloat16")
 
 
 def test_few_words_are_enough(checkpoint, monkeypatch) -> None:

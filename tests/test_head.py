@@ -13,9 +13,10 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
 )
 
-from setblock.adapters import changed_logits, with_chain
+from setblock.adapters import changed_logits, no_chain, with_chain
 from setblock.head import LabelScores, Targets, scoring
 
 SIZES: dict[str, Any] = {
@@ -111,3 +112,9 @@ def test_a_chain_is_refused_where_logits_are_not_the_heads(name):
     with pytest.raises(ValueError, match=re.escape(message)):
         with_chain(model, 4)
     assert with_chain(model, 0) is None
+
+
+def test_a_chain_is_refused_where_the_head_reads_a_projection():
+    config = OPTConfig(**SIZES, word_embed_proj_dim=8)
+    assert no_chain(OPTConfig(**SIZES, word_embed_proj_dim=16)) is None
+    assert "opt with word_embed_proj_dim=8 reads other states" in str(no_chain(config))

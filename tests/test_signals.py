@@ -22,6 +22,22 @@ def test_only_the_signals_met_raise(met) -> None:
     assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
+def _raise_twice() -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_second_signal_does_not_stop_the_stopping() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stop, stop_at_once(signal.SIGTERM) as came:
+        _raise_twice()
+    assert stop.value.__context__ is None, "the first one"
+    assert came == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def _wait(started: Any) -> None:
     started.set()
     time.sleep(600)

@@ -74,9 +74,12 @@ def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     atexit.register(_leave_at_once)
     served = sys.argv[1:2] == ["serve"]  # whose server has handlers of its own
+    came: list[str] = []
     try:
         with nullcontext([]) if served else stop_at_once(signal.SIGTERM) as came:
             code = app(prog_name="setblock", standalone_mode=False)
+    except KeyboardInterrupt:  # another, while typer was at the first
+        code = 130
     except typer.TyperException as error:  # words that no command takes
         message = _told(error).replace(": Value error, ", ": ")
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
@@ -97,6 +100,9 @@ def main() -> None:
         fail(f"weights can't be read or written: {error}", 1)
     if code == 130 and served:  # Ctrl-C, the way to end it
         sys.exit(code)
+    if came:  # also where what runs at odd moments has swallowed the exception
+        code = 130
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until it has ended
     if code == 130:  # typer's answer to Ctrl-C, and to what a signal raised
         how, code = told(Stopped(*came[:1]))
         out = "--out" in sys.argv[:-1] and Path(sys.argv[sys.argv.index("--out") + 1])

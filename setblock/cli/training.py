@@ -260,8 +260,8 @@ def train(
     except Stopped as stop:
         name = str(stop)
         fail(
-            f"stopped by {name} with no step under way; the same command goes on with the answers "
-            "that the model has written",
+            f"stopped by {name}; answers and checkpoints that there are, are kept: the same "
+            "command goes on, with --resume from a checkpoint",
             exit_code(name),
         )
     if not PartialState().is_main_process:
