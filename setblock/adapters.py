@@ -100,7 +100,7 @@ def _gated_layers(network: PreTrainedModel) -> str | list[str]:
         if isinstance(module, nn.Linear) and module is not head
         if not name.startswith(tuple(f"{mixture}." for mixture in mixtures))
     }
-    return sorted(layers - EXPERTS - {OF_CACHE})
+    return sorted(layers - EXPERTS)
 
 
 def _left_out(network: PreTrainedModel, gated: bool) -> list[str]:
@@ -253,18 +253,52 @@ def is_gated(network: Any) -> bool:
     )
 
 
-def peft_offsets(network: Any, layout: Layout) -> dict[str, Any]:
-    """What peft must be told of a forward: for each row, how many tokens at its end count.
+def told(network: Any, layout: Layout) -> dict[str, Any]:
+    """What peft must be told of a forward: which tokens its adapter acts on, the noisy ones.
 
-    They begin with the row's first noisy token: noisy tokens are a suffix, but for padding. Nothing
-    for a network without a gated adapter.
+    Nothing for a network without a gated adapter.
+    Effects: the adapter's layers know what to do with it.
     """
     if not is_gated(network):
         return {}
-    noisy = layout.block != CLEAN
-    length = noisy.shape[1]
-    before = (noisy.long().cumsum(dim=1) == 0).sum(dim=1)
-    return {"alora_offsets": (length - before).tolist()}
+    _take_masks(network)
+    return {"alora_offsets": layout.block != CLEAN}
+
+
+def _take_masks(network: Any) -> None:
+    """From now on a gated adapter's layers take a mask of the tokens for peft's offsets as well."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.variants import ALoraLinearVariant
+
+    for module in network.modules():
+        if isinstance(module, LoraLayer):
+            variants: list[Any] = list(module.lora_variant.values())
+            for variant in variants:
+                if isinstance(variant, ALoraLinearVariant):
+                    variant.forward = _where_noisy  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _where_noisy(
+    module: Any, active_adapter: str, x: Tensor, result: Tensor, alora_offsets: Any = None
+) -> Tensor:
+    """`result`, to which the adapter's additions for the tokens of a mask were added in place.
+
+    peft would count them from the ends of rows, in [batch, length, width]: layers that read all
+    rows as one, as OPT's and those beside experts do, have no such ends.
+    alora_offsets: [batch, length], or what peft makes of a forward that is told nothing.
+    """
+    if not isinstance(alora_offsets, Tensor):
+        from peft.tuners.lora.variants import ALoraLinearVariant
+
+        return ALoraLinearVariant.forward(
+            module, active_adapter, x, result, alora_offsets=alora_offsets
+        )
+    down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+    noisy = alora_offsets.reshape(-1)
+    hidden = x.reshape(-1, x.shape[-1])[noisy].to(down.weight.dtype)
+    thin = down(module.lora_dropout[active_adapter](hidden))
+    result.view(-1, result.shape[-1])[noisy] += up(thin) * module.scaling[active_adapter]
+    return result
 
 
 def has_halves(network: Any) -> bool:

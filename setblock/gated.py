@@ -24,8 +24,8 @@ from setblock.adapters import (
     chain_of,
     check_chain,
     is_gated,
-    peft_offsets,
     scale_of,
+    told,
     unwrapped,
     with_chain,
     with_row,
@@ -196,7 +196,7 @@ def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, An
     """
     gate: Gate | None = getattr(network, "setblock_gate", None)
     if gate is None:
-        yield peft_offsets(network, layout)
+        yield told(network, there)
         return
     first, gate.whole = noisy_part(layout)
     gate.noisy = None if first is None else there.block[:, first:, None] != CLEAN

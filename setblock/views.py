@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from setblock.adapters import chain_of, half, has_halves, is_gated, peft_offsets
+from setblock.adapters import chain_of, half, has_halves, is_gated, told
 from setblock.architectures import attention_mask
 from setblock.cache import CACHE
 from setblock.head import LabelScores, Targets, scoring
@@ -59,7 +59,7 @@ def label_scores(
                 "position_ids": view.layout.position,
                 "attention_mask": _mask(view, network, view.layout, view.layout),
                 "use_cache": False,
-                **peft_offsets(network, view.layout),
+                **told(network, view.layout),
             }
         scores_of = stack.enter_context(scoring(network, targets, chunk_size, chain))
         return scores_of(wrapped(**inputs, logits_to_keep=columns).logits)
@@ -104,9 +104,6 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         for part in (slice(first), slice(first, None))
     )
     halves = has_halves(network)
-    # Told where a row's noisy tokens begin, peft does not search for them, row by row. Nowhere in
-    # the clean half; under half() no layer asks.
-    nowhere = {"alora_offsets": [0] * len(view.tokens)}
     # Without a config: no layer drops what our masks still need.
     cache = Cache(layers=[DynamicLayer() for _ in range(network.config.num_hidden_layers)])
     with torch.no_grad(), half(network, noisy=False) if halves else nullcontext():
@@ -117,7 +114,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
             use_cache=True,
             logits_to_keep=1,
             **{CACHE: cache},
-            **nowhere,
+            **told(network, clean),
         )
     return {
         "input_ids": view.tokens[:, first:],
@@ -125,7 +122,7 @@ def _noisy_half(view: View, network: Any, wrapped: torch.nn.Module) -> dict[str,
         "attention_mask": _mask(view, network, noisy, layout),
         CACHE: cache,
         "use_cache": True,
-        **(nowhere if halves else peft_offsets(network, noisy)),
+        **told(network, noisy),
     }
 
 

@@ -163,19 +163,22 @@ def test_lora_and_gated_differ_on_clean_tokens():
         mask = attention_mask(net, layout, layout)
         inputs = {"input_ids": ids, "position_ids": layout.position, "attention_mask": mask}
         with torch.no_grad():
-            logits = net(**inputs, **adapters.peft_offsets(net, layout)).logits
+            logits = net(**inputs, **adapters.told(net, layout)).logits
         assert torch.equal(logits[:, :3], plain[:, :3]) == (method == "gated")
         assert not torch.allclose(logits[:, 3:], plain[:, 3:], atol=1e-2)
 
 
-def test_gate_is_each_rows_noisy_suffix():
+def test_gate_is_each_rows_noisy_tokens():
     net = adapted()
     position = torch.arange(6).expand(3, 6)
     layout = decoding_layout(position, torch.tensor([2, 4, 6]), torch.tensor([5, 6, 6]))
-    assert adapters.peft_offsets(net, layout) == {"alora_offsets": [4, 2, 0]}
-    assert adapters.peft_offsets(net, causal_layout(position)) == {"alora_offsets": [0, 0, 0]}
-    assert adapters.peft_offsets(adapted("lora"), layout) == {}
-    assert adapters.peft_offsets(network(), layout) == {}
+    noisy = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1], [0] * 6], dtype=torch.bool)
+    [(name, told)] = adapters.told(net, layout).items()
+    assert name == "alora_offsets"
+    assert torch.equal(told, noisy)
+    assert not adapters.told(net, causal_layout(position))[name].any()
+    assert adapters.told(adapted("lora"), layout) == {}
+    assert adapters.told(network(), layout) == {}
 
 
 @pytest.mark.parametrize("shape", ["llama", "smollm2", "gemma3"])
@@ -196,7 +199,7 @@ def test_what_decodes_computes_what_was_trained(tmp_path, shape):
     inputs["attention_mask"] = attention_mask(base(shape), layout, layout)
     with torch.no_grad():
         plain = base(shape).eval()(**inputs).logits
-        theirs = net(**inputs, **adapters.peft_offsets(net, layout)).logits
+        theirs = net(**inputs, **adapters.told(net, layout)).logits
         with gated.opened(ours, layout, layout) as told:
             found = ours(**inputs, **told).logits
         assert torch.equal(ours(**inputs).logits[2], plain[2]), "the gate is shut again"

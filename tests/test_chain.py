@@ -112,7 +112,7 @@ def test_the_loss_by_brute_force(tmp_path, monkeypatch, chunk_size):
                 attention_mask=mask,
                 output_hidden_states=True,
                 use_cache=False,
-                **adapters.peft_offsets(net, view.layout),
+                **adapters.told(net, view.layout),
             )
         expected = torch.zeros(())
         for row, column in (view.labels != -100).nonzero().tolist():

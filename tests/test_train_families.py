@@ -1,0 +1,119 @@
+"""Families of networks that train: a step of a small one of each, against forwards of a block."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from datasets import Dataset
+from families import WHAT_PEFT_SAYS, known, made
+from layouts import decoding_layout
+from trainers import RECOMPUTING, config, samples
+from transformers import AutoModelForCausalLM
+
+from setblock import adapters
+from setblock.architectures import TESTED, attention_mask
+from setblock.model import Model
+from setblock.train import SBDTrainer
+from setblock.views import label_scores
+
+pytestmark = [
+    *WHAT_PEFT_SAYS,
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+]
+ROWS = samples(3)
+
+
+@pytest.fixture(scope="module", params=known(TESTED))
+def random_model(request, tmp_path_factory) -> Model:
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def trained(model: Model, folder: Any, method: str, **changes: Any) -> Any:
+    """(a trainer of it, the batches of a step)."""
+    base = str(model.name)
+    network: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if method == "gated":
+        width = 0 if adapters.no_chain(network.config) else 8
+        mask: Any = model.mask_token_id
+        network = adapters.attach(network, base, method, mask, rank=4, alpha=8, chain_width=width)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.3)
+    run = SBDTrainer(
+        network,
+        config(folder, max_block_size=4, min_block_size=4, **changes),
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=make_tokenizer(mask_token="<mask>"),
+    )
+    step, _ = run.get_batch_samples(iter(run.get_train_dataloader()), 1, torch.device("cpu"))
+    return run, step
+
+
+def alone(network: Any, text: list[int], start: int) -> torch.Tensor:
+    """Logits [length, vocab] of a row in which a block begins at `start`, by a forward of it alone.
+
+    Unlike decoding's they hold the mask token's.
+    """
+    end = len(text)
+    layout = decoding_layout(torch.arange(end)[None], torch.tensor([start]), torch.tensor([end]))
+    mask = attention_mask(network, layout, layout)
+    ids = torch.tensor([text])
+    return network(input_ids=ids, position_ids=layout.position, attention_mask=mask).logits[0]
+
+
+def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path) -> None:
+    """Labels of both halves, of rows of several lengths."""
+    run, [batch] = trained(random_model, tmp_path, "full")
+    run.model.eval()  # no dropout
+    view = batch["view"]
+    place, block = view.layout.position, view.layout.block
+    expected, kinds = [], []
+    with torch.no_grad():
+        nats = label_scores(view, None, run.model, run.model, 64).nats
+        for row, column in view.supervised.nonzero().tolist():
+            mine, last = block[row] == block[row, column], int(place[row, column])
+            clean = view.tokens[row, : view.num_clean].tolist()
+            if column < view.num_clean:
+                text, start = clean[: last + 1], last + 1
+            else:
+                start = int(place[row][mine].min())
+                text = clean[:start] + view.tokens[row][mine].tolist()
+            said = alone(run.model, text, start)[last].log_softmax(-1)
+            expected.append(-said[view.labels[row, column]])
+            kinds.append(column < view.num_clean)
+    torch.testing.assert_close(nats, torch.stack(expected), atol=1e-3, rtol=1e-3)
+    assert 5 <= sum(kinds) <= len(kinds) - 5
+
+
+def gradients(run: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    run.model.zero_grad()
+    run.model.eval()  # no dropout
+    run.compute_loss(run.model, batch).backward()
+    return {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def test_a_gated_adapters_step_is_the_same_in_every_way(random_model, tmp_path) -> None:
+    """Over a clean half without gradient; of all at once; recomputed; taught by the clean half."""
+    run, [batch] = trained(random_model, tmp_path, "gated")
+    found = gradients(run, batch)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert any(gradient.any() for name, gradient in found.items() if "lora_A" in name)
+    taught = {}
+    for recomputing in (False, True):
+        other, [again] = trained(
+            random_model, tmp_path, "gated", self_distill=0.5, **{RECOMPUTING: recomputing}
+        )
+        taught[recomputing] = gradients(other, again)
+        if recomputing:
+            other.args.self_distill = 0.0
+            whole = gradients(other, again)
+            assert whole.keys() == found.keys()
+            for name, gradient in whole.items():
+                torch.testing.assert_close(gradient, found[name], atol=1e-3, rtol=1e-3)
+    assert taught[False].keys() == taught[True].keys()
+    for name, gradient in taught[False].items():
+        torch.testing.assert_close(gradient, taught[True][name], atol=1e-3, rtol=1e-3)
+    assert any(not torch.equal(taught[False][name], found[name]) for name in found)
