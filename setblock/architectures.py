@@ -1,6 +1,7 @@
 """Which networks can run under our masks, and the mask that each takes.
 
 check_architecture()  refuses the others, before any weights are read
+own_attention()       what transformers itself would run one with
 context_of()          how long a text may be for its tokens to have one meaning
 attention_mask()      the visibility rule in the form that a network's attention takes
 decoding_mask()       the same, of queries behind a cache
@@ -29,23 +30,22 @@ TESTED = (
     "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt",
     "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2",
     "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe",
-    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "llama", "longcat_flash",
-    "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral",
-    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
-    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla", "sarvam_moe",
-    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
+    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj",
+    "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
+    "jais2", "jetmoe", "kolibri1", "llama", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 
 ENCODERS = ("bert-generation",)  # besides those that transformers lists for masked tokens
 LOOKING = ("dynamic", "longrope")  # types of rotary embeddings
 
-# Settings that change attention in ways which a boolean mask given to SDPA can't express.
-REFUSED_SETTINGS = (
-    "alibi", "attention_chunk_size", "attn_logit_softcapping", "use_bidirectional_attention",
-)  # fmt: skip
+# Settings that change attention in ways which a boolean mask can't express.
+REFUSED_SETTINGS = ("alibi", "attention_chunk_size", "use_bidirectional_attention")
 
 
 def check_architecture(config: PretrainedConfig) -> None:
@@ -67,7 +67,7 @@ def check_architecture(config: PretrainedConfig) -> None:
         problem = f"is here a {any_of(config.architectures)}, not a {network.__name__}"
     elif refused:
         problem = f"sets {any_of(refused)}, which our masks can't express"
-    elif network._is_stateful or not network._supports_sdpa:
+    elif network._is_stateful or not (network._supports_sdpa or config.model_type in TESTED):
         problem = "has no attention that takes a mask for each token"
     elif lacking := needed - set(inspect.signature(network.forward).parameters):
         problem = f"takes no {any_of(lacking)}"
@@ -77,6 +77,14 @@ def check_architecture(config: PretrainedConfig) -> None:
     raise ModelError(
         f"{config.model_type} {problem}; a decoder-only causal language model is needed"
     )
+
+
+def own_attention(config: PretrainedConfig) -> str:
+    """What transformers runs a network of ours with, to set_attn_implementation: it has no sdpa for
+    those whose scores are capped or have sinks.
+    """
+    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return "sdpa" if network._supports_sdpa else "eager"
 
 
 def ropes_of(config: PretrainedConfig) -> list[dict[str, Any]]:

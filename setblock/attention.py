@@ -3,7 +3,8 @@
 transformers' own copies keys and values once for each query head wherever a mask is given to more
 than one token. A block has a mask, and its copy is the whole cache, in every layer: here none is
 made. On a GPU a long cache of one row is looked at in pieces. It is torch's
-scaled_dot_product_attention, or a kernel of it, all the same.
+scaled_dot_product_attention, or a kernel of it, all the same; but for networks whose scores are
+capped or have sinks, which that knows nothing of.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ QUERIES = 64  # of a piece of work
 # A cache that is cut has a multiple of so many slots, as those of graphs have: pieces are aligned
 # then, and torch.compile meets few kinds.
 GRAIN = 512
+MOST_SCORES = 2**26  # of a layer that exist at a time, where they are written out
 
 
 def attend(
@@ -40,9 +42,17 @@ def attend(
     [batch, shared heads, cache, width]; a mask [batch, 1, length, cache] is True where seen, or
     `bias_of` one.
 
-    What is none of its business goes to transformers' own: training on a GPU or with dropout, long
-    forwards, other masks.
+    more: softcap and s_aux are those of `scored`. What is none of its business goes to
+    transformers' own: training on a GPU or with dropout, long forwards, other masks.
     """
+    softcap, sinks = more.pop("softcap", None), more.pop("s_aux", None)
+    if softcap is not None or sinks is not None:
+        if attention_mask is None and query.shape[2] > 1 and module.is_causal:
+            shape = query.shape[2], key.shape[2]
+            attention_mask = torch.ones(1, 1, *shape, dtype=torch.bool, device=query.device).tril()
+        dropout = more.get("dropout", 0.0)
+        given = query, key, value, attention_mask, scaling, softcap, sinks, dropout
+        return scored(*given).transpose(1, 2).contiguous(), None
     _, heads, length, _ = query.shape
     shared, on_cpu = key.shape[1], query.device.type == "cpu"
     lines = 0 if attention_mask is None else attention_mask.shape[2]
@@ -104,6 +114,52 @@ def folded(
         mask = mask.repeat(1, 1, heads // shared, 1)
     query = query.reshape(batch, shared, -1, width)
     result = scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return result.reshape(batch, heads, length, -1)
+
+
+def scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """As `folded`, with its scores written out, a part of the queries at a time if there are many.
+
+    softcap: scores are kept within -softcap and softcap, smoothly. sinks: [heads], a score more in
+    each softmax, of a key that has no value.
+    """
+    batch, heads, length, width = query.shape
+    shared, seen = key.shape[1:3]
+    most = max(1, MOST_SCORES // (batch * heads * seen))
+    if length > most and (mask is None or mask.shape[2] == length):
+        parts = [slice(first, first + most) for first in range(0, length, most)]
+        masks = [None if mask is None else mask[:, :, part] for part in parts]
+        rest = scaling, softcap, sinks, dropout
+        each = [
+            scored(query[:, :, part], key, value, one, *rest)
+            for part, one in zip(parts, masks, strict=True)
+        ]
+        return torch.cat(each, dim=2)
+    folds = query.reshape(batch, shared, -1, width)
+    scores = (folds @ key.mT).float() * (width**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is not None:
+        if 1 < mask.shape[2] == length:
+            mask = mask.repeat(1, 1, heads // shared, 1)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + mask
+    if sinks is not None:
+        each = sinks.float().repeat_interleave(length).view(1, shared, -1, 1)
+        scores = torch.cat([scores, each.expand(batch, -1, -1, -1)], dim=-1)
+    weights = torch.nn.functional.dropout(scores.softmax(dim=-1)[..., :seen], dropout)
+    result = weights.to(value.dtype) @ value
     return result.reshape(batch, heads, length, -1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from setblock import machines
+from setblock.architectures import own_attention
 from setblock.generation import Options, generate
 from setblock.masks import CLEAN, Layout
 from setblock.model import Model
@@ -103,7 +104,7 @@ def transformers_generate(stock: Any = None, settled: int = 1, **options: Any) -
             return now(model) - begin, found[:, width:]
 
         ours = network.config._attn_implementation
-        network.set_attn_implementation("sdpa")  # theirs
+        network.set_attn_implementation(own_attention(network.config))
         try:
             prefill_s, _ = timed(1)
             before_s = prefill_s if settled == 1 else timed(settled)[0]

@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from setblock import gated, packed
-from setblock.architectures import check_architecture
+from setblock.architectures import check_architecture, own_attention
 from setblock.checkpoint import (
     ADAPTER_CONFIG,
     BUNDLED,
@@ -153,7 +153,7 @@ def _load_whole(
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=own_attention(config),
             output_loading_info=True,
             **(_four_bit(dtype, device) if four_bit else {}),
             **origin,
@@ -412,7 +412,7 @@ def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrain
         config.tie_word_embeddings = True
     with no_init_weights():
         network = AutoModelForCausalLM.from_config(
-            config, dtype=loaded.dtype, attn_implementation="sdpa"
+            config, dtype=loaded.dtype, attn_implementation=own_attention(config)
         )
     network.load_state_dict(loaded.state_dict(), assign=True)
     network.tie_weights()

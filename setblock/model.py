@@ -32,6 +32,7 @@ from setblock.architectures import (
     check_architecture,
     context_of,
     decoding_mask,
+    own_attention,
     windows_of,
 )
 from setblock.cache import CACHE, PrefixCache
@@ -63,12 +64,13 @@ class Model:
         """Wrap a network that is already loaded: a PreTrainedModel, or peft's wrapper of one.
 
         settings: the checkpoint's own, see SETTINGS.
-        Effects: switches the network to eval mode, and from "sdpa" to `attention.attend` where its
-        class allows that; adds a mask token to both where neither has one.
+        Effects: switches the network to eval mode, and from transformers' attention, "sdpa" where
+        there is one, to `attention.attend` where its class allows that; adds a mask token to both
+        where neither has one.
         Raises: ModelError.
         """
         check_architecture(network.config)
-        if network.config._attn_implementation == "sdpa":
+        if network.config._attn_implementation == own_attention(network.config):
             network.set_attn_implementation(attention.NAME)  # the same, without its copies
         self.gated = adapters.is_gated(network)
         self.base: str | None = None  # the MODEL that load() put an adapter on, if it did

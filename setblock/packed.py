@@ -69,8 +69,8 @@ class MKL:
         return self.product(hidden, self.weight, self.shape, self.bias, tokens)
 
 
-# Names of layers whose weights are read by others: a router's of LongCat.
-READ = ("classifier",)
+# Names of layers whose weights are read by others: of routers, LongCat's and Hunyuan's.
+READ = ("classifier", "wg")
 # Weights of a layer in 32 bits: calling these kernels costs more than smaller ones take.
 SMALLEST = {MKL: 2**15, OneDNN: 2**17}
 

@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "logits_scaling": 4.0,
     "logit_scale": 0.25,
     "final_logit_softcapping": 8.0,
+    "attn_logit_softcapping": 2.0,
     # Of mixtures of experts.
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),

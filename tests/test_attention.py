@@ -8,6 +8,8 @@ import torch
 from fakes import in_full
 from torch._subclasses import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from setblock import attention
 from setblock.loading import load
@@ -40,6 +42,43 @@ def test_attention_is_transformers_own(batch, length):
         assert torch.allclose(
             attention.attend(module, query, key, value, one)[0], expected, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("most", [attention.MOST_SCORES, 1, 4 * 3 * 6 * 40])
+@pytest.mark.parametrize("length", [1, 2, 16])
+@torch.no_grad()
+def test_scores_with_caps_and_sinks_are_transformers_own(monkeypatch, length, most):
+    """At once and a part of the queries after another; by a mask, by its biases, and causally."""
+    monkeypatch.setattr(attention, "MOST_SCORES", most)
+    module: Any = SimpleNamespace(num_key_value_groups=3, is_causal=True, training=False)
+    module.sinks = torch.linspace(-2, 2, 6)
+    query, key, value, mask = tensors(3, length, 40)
+    causal = torch.ones(1, 1, length, 40, dtype=torch.bool).tril()
+    bias = attention.bias_of(mask, 6, 2, torch.float32)
+    ways: Any = (
+        (gpt_oss.eager_attention_forward, {"s_aux": module.sinks}),
+        (gemma2.eager_attention_forward, {"softcap": 1.5}),
+    )
+    for own, more in ways:
+        for told, seen in ((mask, mask), (bias, mask), (None, causal)):
+            if seen is causal and length == 1:
+                seen = torch.ones_like(seen)
+            added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            expected, _ = own(module, query, key, value, added, scaling=0.3, **more)
+            found, _ = attention.attend(module, query, key, value, told, scaling=0.3, **more)
+            assert torch.allclose(found, expected, atol=1e-6)
+            plain, _ = attention.attend(module, query, key, value, told, scaling=0.3)
+            assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+def test_dropout_acts_on_scores_that_are_written_out():
+    """The share of a value that is left, on average."""
+    query, key, value, mask = tensors(1, 2, 4)
+    given = query, key, torch.ones_like(value), mask, None, 1.5, None
+    torch.manual_seed(0)
+    found = torch.stack([attention.scored(*given, dropout=0.5) for _ in range(300)])
+    assert (found.std(dim=0) > 0.1).all()
+    assert torch.allclose(found.mean(dim=0), torch.ones_like(found[0]), atol=0.2)
 
 
 @pytest.mark.parametrize(("seen", "count"), [(64, 2), (128, 4), (96, 3), (128, 16)])

@@ -351,7 +351,6 @@ def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
         (transformers.Gemma3Config(), "gemma3 is multimodal"),
         (transformers.MambaConfig(), "mamba has no attention"),
         (transformers.BloomConfig(), "bloom .*"),
-        (transformers.Gemma2Config(), "gemma2 sets attn_logit_softcapping"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional"),
         (transformers.BertConfig(), "bert is an encoder; a decoder-only causal"),
         (
