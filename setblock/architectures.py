@@ -1,5 +1,6 @@
 """Which networks can run under our masks, and the mask that each takes.
 
+text_part()           the settings of what reads and writes text
 check_architecture()  refuses the others, before any weights are read
 own_attention()       what transformers itself would run one with
 context_of()          how long a text may be for its tokens to have one meaning
@@ -30,28 +31,61 @@ TESTED = (
     "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt",
     "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2",
     "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm",
-    "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj",
-    "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
-    "jais2", "jetmoe", "kolibri1", "llama", "longcat_flash", "mellum", "mimo_v2_flash",
-    "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe",
-    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
+    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
+    "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "llama",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
+)  # fmt: skip
+
+# Multimodal models whose text part the tests take out, to run it alone.
+WITH_TEXT = (
+    "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "exaone4_5", "gemma3", "gemma4",
+    "gemma4_unified", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "lighton_ocr",
+    "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "smolvlm",
+    "video_llava", "vipllava",
 )  # fmt: skip
 
 ENCODERS = ("bert-generation",)  # besides those that transformers lists for masked tokens
 LOOKING = ("dynamic", "longrope")  # types of rotary embeddings
 
-# Settings that change attention in ways which a boolean mask can't express.
+# Settings that change attention in ways which a boolean mask can't express; what is "vision" is
+# for pictures alone.
 REFUSED_SETTINGS = ("alibi", "attention_chunk_size", "use_bidirectional_attention")
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Of a multimodal model the configuration of its language model; of others their own.
+
+    Raises: ModelError if it can't be had alone.
+    """
+    text: Any = config.get_text_config()
+    if text is config or config.is_encoder_decoder:
+        return config
+    if config.model_type not in WITH_TEXT:
+        raise ModelError(
+            f"{config.model_type} is multimodal; of such models only the text part of "
+            f"{any_of(WITH_TEXT)} can run"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"{config.model_type} is multimodal and quantized, which can't run")
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def check_architecture(config: PretrainedConfig) -> None:
     """Refuse what can't run under our masks, before any weights are read."""
     network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    refused = [setting for setting in REFUSED_SETTINGS if getattr(config, setting, None)]
+    refused = [
+        setting
+        for setting in REFUSED_SETTINGS
+        if getattr(config, setting, None) not in (None, False, 0, "vision")
+    ]
     needed = {"attention_mask", "position_ids", CACHE, "logits_to_keep"}
     if config.is_encoder_decoder:
         problem = "is an encoder-decoder"
@@ -148,7 +182,9 @@ def decoding_mask(
         return attention_mask(network, queries, cache.keys_layout(queries), windows)
     masks = {kind: cache.visible(queries, width) for kind, width in windows.items()}
     config: Any = network.config
-    if cache.there.device.type == "cuda" and config._attn_implementation == attention.NAME:
+    alike = not config.is_heterogeneous  # the heads of layers
+    ours = config._attn_implementation == attention.NAME
+    if cache.there.device.type == "cuda" and ours and alike:
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
         few = heads // shared * queries.position.shape[1] <= attention.MOST

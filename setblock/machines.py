@@ -155,7 +155,10 @@ def _feed_forward(hidden: int, wide: int) -> tuple[tuple[int, int], ...]:
 
 # Of a configuration with a mixture of experts: how many there are, and to how many a token goes.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+ACTIVE = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    "top_k_experts",
+)  # fmt: skip
 
 MODELS = {
     "llama-3.1-8b": _gated(32, 4096, 14336, 32, 8, 128, 128256),
@@ -172,27 +175,39 @@ def dimensions_of(config: Any) -> Dimensions:
     """Those of a transformers configuration, its feed-forward layers taken to be gated.
 
     A mixture of experts is taken to be in every layer; one whose configuration does not say in
-    known words how many of them a token goes through counts as a single one.
+    known words how many of them a token goes through counts as a single one. Layers of different
+    widths count as their mean.
     """
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    each_layer = config.per_layer_config if config.is_heterogeneous else [config]
+    widths = [_widths(one) for one in each_layer]
+    queries, keys = (round(sum(part) / len(widths)) for part in zip(*widths, strict=True))
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     experts = None
     count, active = _first(config, EXPERTS), _first(config, ACTIVE)
     if count > 1 and active:
         each = _first(config, ("moe_intermediate_size",)) or wide
         experts = (count, active, each)
-        wide = _first(config, ("shared_expert_intermediate_size",))
-        wide = wide or each * _first(config, ("n_shared_experts", "num_shared_experts"))
+        if not getattr(config, "enable_moe_block", False):  # Gemma 4's stand beside its own layer
+            wide = _first(config, ("shared_expert_intermediate_size",))
+            wide = wide or each * _first(config, ("n_shared_experts", "num_shared_experts"))
     return _gated(
         config.num_hidden_layers,
         hidden,
         wide,
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or hidden // heads,
+        queries,
+        keys,
+        1,  # both are of all heads
         config.vocab_size,
         experts,
     )
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Of all query heads and of all key heads of a layer together."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:
@@ -212,7 +227,8 @@ def find_model(name: str) -> Dimensions:
     try:
         if not place.is_dir() and name.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")
-        config = AutoConfig.from_pretrained(place if place.is_dir() else name)
+        whole: Any = AutoConfig.from_pretrained(place if place.is_dir() else name)
+        config = whole.get_text_config()
         found = dimensions_of(config)
         if found.experts is None and _first(config, EXPERTS) > 1:
             raise ValueError(f"a mixture of experts must have one of {', '.join(ACTIVE)}")

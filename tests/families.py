@@ -52,6 +52,19 @@ SMALL: dict[str, Any] = {
 }
 
 
+# What only one family knows.
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": [*MIXED, *MIXED, "full_attention"],
+    "num_kv_shared_layers": 3,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 8,
+}
+OWN = {"gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4}
+
+
 def small(family: str) -> transformers.PretrainedConfig:
     """A configuration of this family, its layers of both kinds where they may be."""
     kind: Any = transformers.CONFIG_MAPPING[family]
@@ -66,6 +79,9 @@ def small(family: str) -> transformers.PretrainedConfig:
     if not usual.get("num_experts", True):
         del own["num_experts"]
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ROLES}
+    own |= OWN.get(family, {})
+    if "vocab_size_per_layer_input" in usual:
+        own["vocab_size_per_layer_input"] = len(tokenizer)
     # With a tied embedding a random network says the same token again and again.
     return kind(**own, **ids, vocab_size=len(tokenizer), tie_word_embeddings=False)
 

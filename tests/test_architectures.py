@@ -11,7 +11,7 @@ from families import WHAT_PEFT_SAYS, known, made
 from networks import load
 
 from setblock import adapters, architectures, generate, model, packed, trial
-from setblock.architectures import TESTED
+from setblock.architectures import TESTED, WITH_TEXT
 from setblock.checkpoint import ModelError, write_settings
 from setblock.masks import CLEAN, Layout
 from setblock.model import Model
@@ -37,8 +37,10 @@ def ids_of(model: Model, prompts: list[list[int]], **options: Any) -> list[tuple
 
 def test_every_family_decodes_by_the_laws(random_model) -> None:
     """Next tokens are transformers' own; verified text is theirs; no row depends on another."""
-    # With transformers' own attention.
-    network: Any = transformers.AutoModelForCausalLM.from_pretrained(str(random_model.name))
+    # With transformers' own attention that leaves nothing out.
+    network: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        str(random_model.name), attn_implementation="eager"
+    )
     texts = ids_of(random_model, PROMPTS, mode="ntp")
     assert len(set(texts[0])) > 1
     for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -93,7 +95,7 @@ def test_logits_that_the_output_layer_does_not_make_are_no_training(
 def save_gated_adapter(model: Model, folder: Path) -> None:
     """One with random weights."""
     base = str(model.name)
-    network: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    network: Any = load(base, pack=False).network
     mask, width = model.mask_token_id, 0 if adapters.no_chain(network.config) else 8
     adapted = adapters.attach(network, base, "gated", mask, rank=4, alpha=8, chain_width=width)
     torch.manual_seed(1)
@@ -130,9 +132,11 @@ def test_the_page_lists_the_families() -> None:
     listed = page.partition("### Which models run")[2].partition("\n- ")[0]
     assert f"{len(TESTED)} of them" in listed
     assert re.findall(r"`(\w+)`", listed.partition("of single blocks predict.")[2]) == list(TESTED)
+    parts = page.partition("- Of **multimodal** models")[2].partition(". With small")[0]
+    assert re.findall(r"`(\w+)`", parts) == list(WITH_TEXT)
 
 
-@pytest.mark.parametrize("family", known(("gemma4_text", "moshi", "dory")))
+@pytest.mark.parametrize("family", known(("gemma3n_text", "moshi", "dory")))
 def test_windows_that_nobody_tested_are_refused(family) -> None:
     config = transformers.CONFIG_MAPPING[family]()
     with pytest.raises(ModelError, match=f"^{family} has sliding windows, and nobody has tested"):

@@ -348,7 +348,6 @@ def refused(tmp_path, config: transformers.PretrainedConfig) -> str:
     [
         (transformers.T5Config(), "t5 is an encoder-decoder"),
         (transformers.ViTConfig(), "vit has no causal language model class"),
-        (transformers.Gemma3Config(), "gemma3 is multimodal"),
         (transformers.MambaConfig(), "mamba has no attention"),
         (transformers.BloomConfig(), "bloom .*"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional"),
