@@ -37,6 +37,34 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Served as well; of each a small network with random weights.
+FAMILIES = (
+    "apertus", "ernie4_5", "exaone4", "gemma", "glm4", "granite", "granitemoe",
+    "ministral3", "mixtral", "nemotron", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "stablelm",
+)  # fmt: skip
+OWN: dict[str, Any] = {
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "logits_scaling": 4.0,
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+}
+
+
+def _small(family: str) -> transformers.PretrainedConfig:
+    kind: Any = transformers.CONFIG_MAPPING[family]
+    usual = kind().to_dict()
+    own = {name: value for name, value in (SIZES | OWN).items() if name in usual}
+    if not usual.get("num_experts", True):
+        del own["num_experts"]
+    if "head_dim" not in usual:  # heads of 32 all the same
+        own["num_attention_heads"] = 2
+    if usual.get("layer_types"):
+        own["layer_types"] = ["full_attention"] * SIZES["num_hidden_layers"]
+    return kind(**own, tie_word_embeddings=False)
+
+
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
     # Heads of 32 without a head_dim, which this class has not.
@@ -45,6 +73,7 @@ KINDS = {
     ),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+    **{family: _small(family) for family in FAMILIES},
 }
 
 

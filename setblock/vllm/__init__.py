@@ -2,7 +2,14 @@
 
 import os
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# The tests serve a small random network of each.
+ARCHITECTURES = (
+    "ApertusForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM", "GemmaForCausalLM",
+    "Glm4ForCausalLM", "GraniteForCausalLM", "GraniteMoeForCausalLM",
+    "LlamaForCausalLM", "Ministral3ForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "NemotronForCausalLM", "OlmoeForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "StableLmForCausalLM",
+)  # fmt: skip
 PREFIX = "SetBlock"  # of the names under which ours are registered
 
 

@@ -4,24 +4,32 @@ A gated adapter acts on the tokens of blocks alone: prompts and commits are the 
 layers stay as they are; what the adapter adds hangs on them as hooks.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.distributed import (  # pyright: ignore[reportMissingImports]
     get_tensor_model_parallel_world_size,
 )
 
 from setblock import chain
+from setblock.adapters import scale_of
 from setblock.chain import Chain
 from setblock.gated import Addition, Gate, GatedLinear
 from setblock.loading import load
 
+Weights = Iterable[tuple[str, Tensor]]
 
-def weights_and_adapter(
-    model: Any, name: str
-) -> tuple[list[tuple[str, Tensor]], Gate | None, Chain | None]:
-    """The base's weights as stock checkpoints name them, with the adapter of this name folded in.
+# Layers of vLLM's that are several of a checkpoint's, where a model of its does not say so.
+JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def with_adapter(
+    model: Any, name: str, weights: Weights
+) -> tuple[Weights, Gate | None, Chain | None]:
+    """`weights` of the base as its checkpoint names them, with the adapter of this name folded in.
 
     Gate and chain are those of an adapter which acts on blocks alone. Its additions hang on the
     model's layers then, and wait for a gate that is open.
@@ -30,15 +38,14 @@ def weights_and_adapter(
     own = next(model.parameters())
     adapted = load(name, dtype=own.dtype, device="cpu", mask_token_id=model.config.mask_token_id)
     network: Any = adapted.network
-    weights = [
-        (name.replace(".base.weight", ".weight").replace(".base.bias", ".bias"), tensor)
-        for name, tensor in network.state_dict().items()
-        if ".addition." not in name
-        and not name.startswith(chain.NAME)
-        and not (name.startswith("lm_head.") and network.config.tie_word_embeddings)
-    ]
     if not adapted.gated:
-        return weights, None, None
+        folded = {
+            name: tensor
+            for name, tensor in network.state_dict().items()
+            if not name.startswith(chain.NAME)
+            and not (name.startswith("lm_head.") and network.config.tie_word_embeddings)
+        }
+        return revert_weight_conversion(network, folded).items(), None, None
     if get_tensor_model_parallel_world_size() > 1:
         raise ValueError(
             f"{name} is a gated adapter, which runs on one device: --tensor-parallel-size 1"
@@ -55,9 +62,8 @@ def _hang(model: Any, network: Any, own: Tensor) -> None:
     own: one of vLLM's weights; on a GPU the additions get its type, which they lack on a CPU.
     """
     device, kind = own.device, None if own.device.type == "cpu" else own.dtype
-    inside = {
-        part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts
-    }
+    joined = getattr(model, "packed_modules_mapping", JOINED)
+    inside = {part: whole for whole, parts in joined.items() for part in parts}
     found: dict[str, dict[str, Addition]] = {}
     for name, module in network.named_modules():
         if isinstance(module, GatedLinear):
@@ -65,13 +71,16 @@ def _hang(model: Any, network: Any, own: Tensor) -> None:
             found.setdefault(f"{owner}.{inside.get(part, part)}", {})[part] = module.addition
     for name, parts in found.items():
         last = name.rpartition(".")[-1]
-        order = model.packed_modules_mapping.get(last, [last])
+        # One layer there too, whatever vLLM could make it of.
+        order = [last] if set(parts) == {last} else joined.get(last, [last])
         if set(parts) != set(order):
             raise ValueError(f"a gated adapter must have all parts of {name}: {', '.join(order)}")
         hook = Additions([parts[part] for part in order], network.setblock_gate)
         hook.to(device, kind)
         model.get_submodule(name).register_forward_hook(hook)
     gate, mask = network.setblock_gate, network.setblock_mask.to(device)
+    # vLLM scales what its embedding says.
+    mask.trained = mask.trained / scale_of(network.get_input_embeddings())
 
     def embed(layer: Any, args: tuple, output: Tensor) -> Tensor:
         if gate.noisy is None:

@@ -1,15 +1,14 @@
-"""vLLM's own model classes, decoded by blocks."""
+"""vLLM's own model classes, decoded by blocks.
+
+SetBlockLlamaForCausalLM and so on, each made when it is first asked for.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from vllm.model_executor.models.llama import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
-from vllm.model_executor.models.mistral import (  # pyright: ignore[reportMissingImports]
-    MistralForCausalLM,
-)
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM  # pyright: ignore[reportMissingImports]
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM  # pyright: ignore[reportMissingImports]
+
+from setblock.vllm import ARCHITECTURES, PREFIX
 
 
 class Blocks:
@@ -26,11 +25,11 @@ class Blocks:
         return BlockState
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        from setblock.vllm.adapter import weights_and_adapter
+        from setblock.vllm.adapter import with_adapter
 
         own: Any = self
         if adapter := getattr(own.config, "setblock", {}).get("adapter"):
-            weights, self.gate, chain = weights_and_adapter(self, adapter)
+            weights, self.gate, chain = with_adapter(self, adapter, weights)
             # Not as a module of vLLM's, which would look for its weights in the checkpoint.
             object.__setattr__(self, "chain", chain)
         return super().load_weights(weights)  # type: ignore[misc]
@@ -42,17 +41,14 @@ class Blocks:
         return self.last_hidden
 
 
-class SetBlockLlamaForCausalLM(Blocks, LlamaForCausalLM):
-    pass
+def __getattr__(name: str) -> Any:
+    """The class of this name, on vLLM's of the name without PREFIX."""
+    own = name.removeprefix(PREFIX)
+    if own == name or own not in ARCHITECTURES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm import ModelRegistry  # type: ignore
 
-
-class SetBlockMistralForCausalLM(Blocks, MistralForCausalLM):
-    pass
-
-
-class SetBlockQwen2ForCausalLM(Blocks, Qwen2ForCausalLM):
-    pass
-
-
-class SetBlockQwen3ForCausalLM(Blocks, Qwen3ForCausalLM):
-    pass
+    base = ModelRegistry.models[own].load_model_cls()
+    made = type(name, (Blocks, base), {"__module__": __name__})
+    globals()[name] = made
+    return made
