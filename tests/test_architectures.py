@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import WHAT_PEFT_SAYS, known, made
+from conftest import make_tokenizer
+from families import WHAT_PEFT_SAYS, known, made, small
 from networks import load
+from safetensors.torch import load_file, save_file
 
 from setblock import adapters, architectures, generate, model, packed, trial
 from setblock.architectures import TESTED, WITH_TEXT
@@ -229,3 +231,32 @@ def test_few_words_are_enough(checkpoint, monkeypatch) -> None:
     assert text.shape == (2, 12)
     assert (text[:, 1:] != text[:, :-1]).all()
     trial.try_out(tried)
+
+
+def test_experts_stored_in_four_bits_are_unpacked(tmp_path) -> None:
+    """As GPT-OSS comes from the hub; without kernels for such numbers, as on most CPUs."""
+    config: Any = small("gpt_oss")
+    config.intermediate_size = config.hidden_size = 64
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.save_pretrained(tmp_path)
+    make_tokenizer(mask_token="<mask>").save_pretrained(tmp_path)
+    stored = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        shape = experts, outputs, inputs // 32  # a scale for 32 numbers, two of them in a byte
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(124, 127, shape, dtype=torch.uint8)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path)
+    model = load(tmp_path, pack=False)
+    assert {weight.dtype for weight in model.network.parameters()} == {torch.float32}
+    texts = ids_of(model, PROMPTS, mode="ntp")
+    assert len(set(texts[0])) > 1
+    assert ids_of(model, PROMPTS, mode="verified", block_size=4, branches=2) == texts
+    model.network.save_pretrained(tmp_path / "unpacked")
+    model.tokenizer.save_pretrained(tmp_path / "unpacked")
+    assert ids_of(load(tmp_path / "unpacked"), PROMPTS, mode="ntp") == texts
