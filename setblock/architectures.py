@@ -72,7 +72,7 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
             f"{config.model_type} is multimodal; of such models only the text part of "
             f"{any_of(WITH_TEXT)} can run"
         )
-    if getattr(config, "quantization_config", None):
+    if any(getattr(one, "quantization_config", None) for one in (config, text)):
         raise ModelError(f"{config.model_type} is multimodal and quantized, which can't run")
     text.tie_word_embeddings = config.tie_word_embeddings
     return text

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -62,8 +62,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.js
 
 log = logging.getLogger(__name__)
 
-# Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights.
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError)
+# Files and hub; contents; shapes; no gguf or accelerate package; tokenizer files; weights; a
+# setting of another type.
+LOAD_ERRORS = (
+    *(OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError),
+    StrictDataclassError,
+)
 
 
 def load(
@@ -186,10 +190,14 @@ def _load_whole(
         raise ModelError(
             f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}{remedy * tied}"
         )
-    if part:  # else it would be saved under the names of the whole
+    if part:
+        # Else it would be saved under the names of the whole.
         network._weight_conversions = [
             one for one in network._weight_conversions if not {*one.source_patterns} & {*TEXT_PART}
         ]
+        # Many say nothing of it, and their class would have one: transformers believes the weights.
+        config = network.config
+        config.tie_word_embeddings = config.tie_word_embeddings and _shares_embedding(network)
     if "gguf_file" in origin:
         network = _without_gguf(network, config)
     elif config.tie_word_embeddings and not _shares_embedding(network):

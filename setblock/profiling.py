@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from setblock import cache, sampling, solvers, verified
+from setblock import attention, cache, sampling, solvers, verified
 from setblock.contenders import now
 from setblock.generation import Generation, generate
 from setblock.model import Model
@@ -44,6 +44,7 @@ OPERATIONS = {
 }
 # Ours, by the place where they are looked up.
 FUNCTIONS = (
+    (attention, "scored", "attention"),
     (cache._PrefixLayer, "update", "cache"),
     (cache.PrefixCache, "stage", "cache"),
     (cache.PrefixCache, "locate", "cache"),

@@ -160,6 +160,11 @@ class SBDTrainer(SFTTrainer):
                 weight.data = weight.data.float()
         if self._is_vision_dataset:
             raise ValueError("train_dataset holds images; SBDTrainer takes text only")
+        if self.model.config.get_text_config() is not self.model.config:
+            raise ValueError(
+                f"model is a multimodal {self.model.config.model_type}: train its text part, the "
+                "network of setblock.load(..., pack=False)"
+            )
         context = context_of(self.model.config)
         shortened = context < self.model.config.max_position_embeddings
         if shortened and (args.max_length is None or args.max_length > context):

@@ -298,6 +298,12 @@ def test_incomplete_and_broken_folders(checkpoint, tmp_path):
     weights.unlink()
     with pytest.raises(ModelError, match=r"can't load .*safetensors"):
         load(folder)
+    settings = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        settings.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0')
+    )
+    with pytest.raises(ModelError, match=r"can't load .*rms_norm_eps"):
+        load(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer\.json or"):
         load(folder)

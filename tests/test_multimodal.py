@@ -1,5 +1,6 @@
 """Multimodal models, of which the part that reads and writes text runs alone."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,19 @@ import pytest
 import torch
 import transformers
 from conftest import make_tokenizer
+from datasets import Dataset
 from families import WHAT_PEFT_SAYS, small
 from networks import load
 from safetensors.torch import load_file, save_file
 from test_architectures import PROMPTS, ids_of, save_gated_adapter
+from trainers import config as training
+from trainers import samples, tokenizer
 from typer.testing import CliRunner
 
 from setblock.architectures import WITH_TEXT
 from setblock.checkpoint import ModelError
 from setblock.cli import app
+from setblock.train import SBDTrainer
 
 pytestmark = WHAT_PEFT_SAYS
 
@@ -102,6 +107,32 @@ def test_names_of_weights_in_both_orders(tmp_path, kind, tied) -> None:
     assert ids_of(load(tmp_path), PROMPTS, mode="ntp") == texts
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llava"])
+def test_an_output_layer_that_no_setting_speaks_of(tmp_path, kind) -> None:
+    """Where the class would have none of its own, as Mistral Small 3's."""
+    network = whole(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path, pack=False)
+    texts = own_texts(network, model.mask_token_id)
+    assert ids_of(model, PROMPTS, mode="ntp") == texts
+    model.network.save_pretrained(tmp_path / "alone")
+    model.tokenizer.save_pretrained(tmp_path / "alone")
+    assert ids_of(load(tmp_path / "alone"), PROMPTS, mode="ntp") == texts
+
+
+def test_a_trainer_asks_for_the_text_part(tmp_path) -> None:
+    whole("gemma3", tmp_path)
+    rows = Dataset.from_list(samples())
+    given: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match=r"^model is a multimodal gemma3: train its text part"):
+        SBDTrainer(str(tmp_path), training(tmp_path / "run"), **given)
+    network = load(tmp_path, pack=False).network
+    SBDTrainer(network, training(tmp_path / "run", max_steps=1), **given).train()
+
+
 def test_a_gated_adapter_on_a_text_part(tmp_path) -> None:
     whole("gemma3", tmp_path / "base")
     base = load(tmp_path / "base")
@@ -133,6 +164,10 @@ def test_info_and_arithmetic_know_the_text_part(tmp_path) -> None:
         (transformers.PaliGemmaConfig(), "paligemma is multimodal; of such models only the text"),
         (
             transformers.LlavaConfig(**QUANTIZED),
+            "llava is multimodal and quantized",
+        ),
+        (
+            transformers.LlavaConfig(text_config={"model_type": "llama", **QUANTIZED}),
             "llava is multimodal and quantized",
         ),
         (

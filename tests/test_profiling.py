@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import made
 
 from setblock import cache, packed, profiling, solvers
 from setblock.loading import load
@@ -90,3 +91,9 @@ def test_shares_of_a_run(checkpoint):
     assert all((share > 0) == (kind != "compiled") for kind, share in line["shares"].items())
     assert before == replaceable()
     assert head == model.network.get_output_embeddings().forward
+
+
+def test_attention_whose_scores_are_written_out_has_its_share(tmp_path):
+    model = made("gemma2", tmp_path)
+    line = profiling.profiled(model, [[5, 9]], 1, ignore_eos=True, mode="ntp", max_new_tokens=8)
+    assert line["shares"]["attention"] > 0
