@@ -9,7 +9,7 @@ from datasets import Dataset
 from families import WHAT_PEFT_SAYS, known, made
 from layouts import decoding_layout
 from trainers import RECOMPUTING, config, samples
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from setblock import adapters
 from setblock.architectures import TESTED, attention_mask
@@ -30,9 +30,13 @@ def random_model(request, tmp_path_factory) -> Model:
 
 
 def trained(model: Model, folder: Any, method: str, **changes: Any) -> Any:
-    """(a trainer of it, the batches of a step)."""
+    """(a trainer of it, without dropout and noise; the batches of a step)."""
     base = str(model.name)
-    network: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = AutoConfig.from_pretrained(base)
+    for name, value in settings.to_dict().items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(settings, name, 0.0)
+    network: Any = AutoModelForCausalLM.from_pretrained(base, config=settings, dtype=torch.float32)
     if method == "gated":
         width = 0 if adapters.no_chain(network.config) else 8
         mask: Any = model.mask_token_id
@@ -67,7 +71,6 @@ def alone(network: Any, text: list[int], start: int) -> torch.Tensor:
 def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path) -> None:
     """Labels of both halves, of rows of several lengths."""
     run, [batch] = trained(random_model, tmp_path, "full")
-    run.model.eval()  # no dropout
     view = batch["view"]
     place, block = view.layout.position, view.layout.block
     expected, kinds = [], []
@@ -90,7 +93,7 @@ def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path) 
 
 def gradients(run: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     run.model.zero_grad()
-    run.model.eval()  # no dropout
+    run.model.train()  # else nothing is recomputed
     run.compute_loss(run.model, batch).backward()
     return {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
 
@@ -98,22 +101,14 @@ def gradients(run: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_a_gated_adapters_step_is_the_same_in_every_way(random_model, tmp_path) -> None:
     """Over a clean half without gradient; of all at once; recomputed; taught by the clean half."""
     run, [batch] = trained(random_model, tmp_path, "gated")
-    found = gradients(run, batch)
+    other, [again] = trained(random_model, tmp_path, "gated", **{RECOMPUTING: True})
+    found, whole = gradients(run, batch), gradients(other, again)
     assert all(gradient.isfinite().all() for gradient in found.values())
     assert any(gradient.any() for name, gradient in found.items() if "lora_A" in name)
-    taught = {}
-    for recomputing in (False, True):
-        other, [again] = trained(
-            random_model, tmp_path, "gated", self_distill=0.5, **{RECOMPUTING: recomputing}
-        )
-        taught[recomputing] = gradients(other, again)
-        if recomputing:
-            other.args.self_distill = 0.0
-            whole = gradients(other, again)
-            assert whole.keys() == found.keys()
-            for name, gradient in whole.items():
-                torch.testing.assert_close(gradient, found[name], atol=1e-3, rtol=1e-3)
-    assert taught[False].keys() == taught[True].keys()
-    for name, gradient in taught[False].items():
-        torch.testing.assert_close(gradient, taught[True][name], atol=1e-3, rtol=1e-3)
-    assert any(not torch.equal(taught[False][name], found[name]) for name in found)
+    run.args.self_distill = other.args.self_distill = 0.5
+    taught, recomputed = gradients(run, batch), gradients(other, again)
+    assert any(not torch.equal(taught[name], found[name]) for name in found)
+    for one, same in ((found, whole), (taught, recomputed)):
+        assert one.keys() == same.keys()
+        for name, gradient in one.items():
+            torch.testing.assert_close(gradient, same[name], atol=1e-3, rtol=1e-3)
