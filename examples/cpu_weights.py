@@ -8,7 +8,8 @@ in float32, for MKL (`--pack` takes the latter on Intel's processors), and in 8 
 kernels: the weights alone, or activations too, rounded by a scale of each token's own, or by one
 for all tokens of a forward. With the last one verified decoding could not keep its text: a token's
 logits would depend on the others. Attention, norms and Python between layers have no part in it.
-All kinds take turns, so that a machine that slows down slows all of them; medians.
+All kinds take turns, so that a machine that slows down slows all of them; medians. A kind that has
+no kernels on this processor is named and left out.
 """
 
 import statistics
@@ -83,6 +84,13 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
 }
 
 
+def missing(kind: str) -> str | None:
+    """Why this kind of weights can't be made here; None if it can."""
+    if kind.endswith("MKL"):
+        return None if torch.backends.mkl.is_available() else "this torch is built without MKL"
+    return packed.missing(torch.device("cpu"), KINDS[kind][0]) if kind.endswith("oneDNN") else None
+
+
 def forward_seconds(layers: list[tuple[int, Layer]], tokens: dict[int, Tensor]) -> float:
     begin = time.perf_counter()
     for width, layer in layers:
@@ -91,19 +99,22 @@ def forward_seconds(layers: list[tuple[int, Layer]], tokens: dict[int, Tensor]) 
 
 
 @torch.no_grad()
-def measured(model: str, queries: list[int], repeats: int) -> list[dict[str, Any]]:
+def measured(
+    model: str, kinds: list[str], queries: list[int], repeats: int
+) -> list[dict[str, Any]]:
     """A line for each kind and number of tokens."""
     sizes = machines.find_model(model)
     assert sizes.output is not None
     shapes = [*sizes.linears * sizes.layers, sizes.output]
     made: dict[str, list[tuple[int, Layer]]] = {}
-    for kind, (dtype, make) in KINDS.items():
+    for kind in kinds:
+        dtype, make = KINDS[kind]
         weights = [torch.randn(after, before, dtype=dtype) / before for before, after in shapes]
         made[kind] = [(weight.shape[1], make(weight)) for weight in weights]
     widths = {before for before, _ in shapes}
     lines = []
     for count in queries:
-        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for repeat in range(repeats + 2):
             for kind, layers in made.items():
                 dtype = KINDS[kind][0]
@@ -137,21 +148,23 @@ def main(
 ) -> None:
     """Measure the linear layers of a forward."""
     warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # will be removed
-    why = packed.missing(torch.device("cpu"), torch.bfloat16)
-    why = why or (None if torch.backends.mkl.is_available() else "this torch is built without MKL")
-    if why:
+    if why := packed.missing(torch.device("cpu"), torch.float32):
         raise typer.BadParameter(f"nothing to compare here: {why}")
+    left_out = {kind: why for kind in KINDS if (why := missing(kind))}
+    for kind, why in left_out.items():
+        console.print(f"left out: {kind}: {why}")
+    kinds = [kind for kind in KINDS if kind not in left_out]
     record = new_record()
-    record |= {"model": model, "repeats": repeats}
+    record |= {"model": model, "repeats": repeats, "left_out": left_out}
     counts = queries or [1, 4, 8, 16]
     for number in threads or sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(number)
-        lines = measured(model, counts, repeats)
+        lines = measured(model, kinds, counts, repeats)
         record["results"] += lines
         table = Table(title=f"Milliseconds of {model}'s linear layers, {number} thread(s)")
         for name in ("weights", *(f"tokens: {count}" for count in counts)):
             table.add_column(name, justify="left" if name == "weights" else "right")
-        for kind in KINDS:
+        for kind in kinds:
             cells = [line["seconds"] for line in lines if line["weights"] == kind]
             table.add_row(kind, *(f"{1000 * cell:.1f}" for cell in cells))
         console.print(table)

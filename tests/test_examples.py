@@ -388,7 +388,9 @@ def test_cpu_weights(monkeypatch, tmp_path):
     cpu_weights, run_here = imported(monkeypatch, "cpu_weights")
     torch.manual_seed(0)
     weight, tokens = torch.randn(24, 16), torch.randn(5, 16)
-    for kind, (dtype, make) in cpu_weights.KINDS.items():
+    kinds = [kind for kind in cpu_weights.KINDS if cpu_weights.missing(kind) is None]
+    for kind in kinds:
+        dtype, make = cpu_weights.KINDS[kind]
         layer = make(weight.to(dtype))
         found, exact = layer(tokens.to(dtype)).float(), tokens @ weight.T
         assert (found - exact).norm() < 0.02 * exact.norm(), kind
@@ -398,13 +400,18 @@ def test_cpu_weights(monkeypatch, tmp_path):
     out = tmp_path / "record.json"
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    words = ["--model", "nano", "--queries", "1", "--queries", "2", "--threads", "1"]
-    run_here(*words, "--repeats", "1", "--out", out)
+    words = ["--model", "nano", "--queries", 1, "--queries", 2, "--threads", 1, "--repeats", 1]
+    run_here(*words, "--out", out)
     assert told == [1]
-    lines = json.loads(out.read_text())["results"]
+    record = json.loads(out.read_text())
+    lines = record["results"]
     assert [(line["queries"], line["weights"]) for line in lines] == [
-        (count, kind) for count in (1, 2) for kind in cpu_weights.KINDS
+        (count, kind) for count in (1, 2) for kind in kinds
     ]
+    assert record["left_out"].keys() == cpu_weights.KINDS.keys() - set(kinds)
+    no_bfloat16 = {torch.bfloat16: "no kernels for bfloat16"}
+    monkeypatch.setattr(cpu_weights.packed, "missing", lambda device, dtype: no_bfloat16.get(dtype))
+    assert "left out: bfloat16, oneDNN: no kernels for bfloat16" in run_here(*words)
     assert {line["faster_than_float32"] for line in lines if line["weights"] == "float32"} == {1}
     monkeypatch.setattr(cpu_weights.packed, "missing", lambda device, dtype: "no kernels")
     assert "nothing to compare here: no kernels" in run_here(*words, code=2)
