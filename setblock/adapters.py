@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 METHODS = ("full", "lora", "qlora", "gated")
 # Layers that peft takes for parts of experts, in some mixtures of them, wherever they stand.
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-# Settings by which an architecture changes its logits after the head; 1 or None where it does not.
-SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-SCALES_BEFORE_HEAD = ("dim_model_base",)  # likewise what the head reads
+SCALE_BEFORE_HEAD = "dim_model_base"  # a setting by which an architecture changes what it reads
 # Of latent attention: it reads the whole cache in every forward, where no gate knows which tokens
 # were masks.
 OF_CACHE = "kv_b_proj"
@@ -180,7 +178,7 @@ def with_chain(network: Any, width: int) -> list[str] | None:
     """What peft shall train whole and save: a new chain, if it is to have a width.
 
     Effects: the network has it.
-    Raises: ValueError if the network has logits that its head alone does not make.
+    Raises: ValueError if the network's head does not read what its layers give.
     """
     if not width:
         return None
@@ -189,15 +187,13 @@ def with_chain(network: Any, width: int) -> list[str] | None:
     return [chain.NAME]
 
 
-def changed_logits(config: Any) -> str | None:
-    """What an architecture does to its logits after the head, None for nothing."""
-    return _set_in(config, SCALES)
-
-
 def no_chain(config: Any) -> str | None:
     """Why a chain can't be beside such a network, None if it can."""
-    if what := changed_logits(config) or _set_in(config, SCALES_BEFORE_HEAD):
-        return f"the logits of a {config.model_type} with {what} are not simply its output layer's"
+    if (scale := getattr(config, SCALE_BEFORE_HEAD, None)) not in (None, config.hidden_size):
+        return (
+            f"the output layer of a {config.model_type} with {SCALE_BEFORE_HEAD}={scale} reads "
+            "other states than those of its layers"
+        )
     projected = getattr(config, "word_embed_proj_dim", config.hidden_size)
     if projected != config.hidden_size:
         return (
@@ -211,11 +207,6 @@ def check_no_chain(config: Any, width: int) -> None:
     """Raises: ValueError for a chain that can't be beside such a network."""
     if width and (why := no_chain(config)):
         raise ValueError(f"chain_width must be 0, got {width}: {why}")
-
-
-def _set_in(config: Any, names: tuple[str, ...]) -> str | None:
-    values = ((name, getattr(config, name, None)) for name in names)
-    return next((f"{name}={value}" for name, value in values if value not in (None, 1, 1.0)), None)
 
 
 def chain_of(network: Any) -> Chain | None:

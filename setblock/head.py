@@ -1,8 +1,7 @@
 """The output layer at the labels alone, a chunk at a time: a step never holds all of its logits.
 
 While `scoring()` is on, a network's head returns what a loss needs of each label instead of logits.
-The head stays inside the network's own forward, where sharding and autocast expect it. A network
-that changes its logits after the head is let do so first: there a step holds those of all labels.
+The head stays inside the network's own forward, where sharding and autocast expect it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from setblock.adapters import changed_logits, unwrapped
+from setblock.adapters import unwrapped
 from setblock.chain import Chain, candidates_of
+from setblock.logits import after_head, left_alone
 
 
 class LabelScores(NamedTuple):
@@ -57,18 +57,16 @@ def scoring(
 ) -> Iterator[Callable[[Tensor], LabelScores]]:
     """Yields what makes LabelScores of the logits that `network` returns within.
 
-    chunk_size: labels whose logits exist at a time, or if the network changes its logits after the
-    head their probabilities; more than one chunk are computed once more in the backward pass
-    instead of being kept. chain: one that learns from `targets.before`; its gradients end in it.
+    chunk_size: labels whose logits exist at a time; more than one chunk are computed once more in
+    the backward pass instead of being kept. chain: one that learns from `targets.before`; its
+    gradients end in it.
     """
-    if changed_logits(network.config) is not None:
-        # adapters.with_chain allows no chain here.
-        yield lambda logits: _parted(
-            _score(lambda some: some, logits.flatten(0, 1), targets, chunk_size, None, None)
-        )
-        return
     head: Any = network.get_output_embeddings()
-    logits_of, before = head.forward, vars(head).get("forward")
+    said_by, before = head.forward, vars(head).get("forward")
+    changed = after_head(network.config)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        return changed(said_by(hidden))
 
     def forward(hidden: Tensor) -> Tensor:
         embedding = unwrapped(network.get_input_embeddings())
@@ -76,7 +74,8 @@ def scoring(
 
     head.forward = forward
     try:
-        yield _parted
+        with left_alone(network):
+            yield _parted
     finally:
         if before is None:
             del head.forward

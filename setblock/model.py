@@ -39,6 +39,7 @@ from setblock.cache import CACHE, PrefixCache
 from setblock.checkpoint import ModelError, checked_settings
 from setblock.conversations import prepared, refusal
 from setblock.graphs import Graphs
+from setblock.logits import after_head
 from setblock.masks import Layout
 from setblock.transfer import to_device
 
@@ -107,6 +108,7 @@ class Model:
         self.acceptance: float = settings.get("acceptance", roofline.ACCEPTANCE)
         self.acceptance_is_known = "acceptance" in settings
         self._windows = windows_of(network.config)
+        self._after_head = after_head(network.config)
         # To look for one anew takes a while; the network alone keeps it alive.
         self._weight = weakref.ref(next(network.parameters()))
         self.weight_bytes = sum(weight.nbytes for weight in network.parameters())
@@ -273,7 +275,7 @@ class Model:
         else:
             hidden = self.network.get_decoder()(**given).last_hidden_state
             hidden = hidden if logits_at is None else hidden[:, logits_at]
-            logits = self.network.get_output_embeddings()(hidden).float()
+            logits = self._after_head(self.network.get_output_embeddings()(hidden)).float()
             context = self.chain.context(hidden).float()
         logits[..., self.mask_token_id] = -torch.inf
         return logits, context

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from setblock.adapters import changed_logits
 from setblock.architectures import TESTED
 from setblock.checkpoint import ModelError
+from setblock.logits import after_head
 from setblock.masks import CLEAN, Layout, causal_layout
 from setblock.model import Model
 
@@ -46,13 +46,14 @@ def check_head(model: Model, chain: bool = False) -> None:
     """One forward of few tokens more, for who trains such a network.
 
     chain: the output layer must read what the layers before it give, as well.
-    Raises: ModelError if the network changes its logits after the output layer, by no setting that
-    is known.
+    Raises: ModelError if the network changes its logits behind the output layer in a way that
+    logits.py does not know.
     """
     network: Any = model.network
     kind = network.config.model_type
-    if kind in TESTED or changed_logits(network.config):
+    if kind in TESTED:
         return
+    changed = after_head(network.config)
     given = {"input_ids": _text(model)[:, :CLEAN_TOKENS].to(model.device), "use_cache": False}
     head, made = network.get_output_embeddings(), []
     hook = head.register_forward_hook(lambda layer, read, logits: made.append(logits))
@@ -60,7 +61,7 @@ def check_head(model: Model, chain: bool = False) -> None:
     hook.remove()
     if chain:
         made.append(head(network.get_decoder()(**given).last_hidden_state))
-    if not made or not all(_same(model, one.float(), logits) for one in made):
+    if not made or not all(_same(model, changed(one).float(), logits) for one in made):
         why = "are not its output layer's" if len(made) < 2 else "are not as a chain takes them"
         raise ModelError(f"{kind}, which the tests do not know, can't be trained: its logits {why}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import copied
 from datasets import Dataset
 from fakes import TableModel
 from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
@@ -365,8 +366,9 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
 
 
 def test_a_chain_that_can_not_be_is_refused_before_any_answer(checkpoint, rows, tmp_path) -> None:
-    run = TrainingRun(str(checkpoint("granite")), [str(rows)], tmp_path / "o", method="gated")
-    with pytest.raises(ValueError, match=r"^chain_width must be 0, got 8: the logits of a gran"):
+    model = copied(checkpoint("llama"), tmp_path / "scaled", "config.json", dim_model_base=32)
+    run = TrainingRun(str(model), [str(rows)], tmp_path / "o", method="gated")
+    with pytest.raises(ValueError, match=r"^chain_width must be 0, got 8: the output layer of a "):
         finetune(replace(run, answers="model", chain_width=8), [*QUICK.split()])
     assert not (tmp_path / "o" / "_run" / "answers.jsonl").exists()
 

@@ -83,11 +83,11 @@ def test_every_family_passes_the_trial_of_the_others(random_model, monkeypatch) 
 def test_logits_that_the_output_layer_does_not_make_are_no_training(
     tmp_path, monkeypatch, family, chain
 ) -> None:
-    """As if no setting of theirs was known."""
+    """As if it was not known what theirs do to them."""
     model = made(family, tmp_path)
     trial.check_head(model, chain)
     monkeypatch.setattr(trial, "TESTED", ())
-    monkeypatch.setattr(trial, "changed_logits", lambda config: None)
+    monkeypatch.setattr(trial, "after_head", lambda config: lambda logits: logits)
     message = "can't be trained: its logits are not " + ("as a chain" if chain else "its output")
     with pytest.raises(ModelError, match=f"^{family}, which the tests do not know, {message}"):
         trial.check_head(model, chain)

@@ -16,8 +16,9 @@ from transformers import (
     OPTConfig,
 )
 
-from setblock.adapters import changed_logits, no_chain, with_chain
+from setblock.adapters import no_chain, with_chain
 from setblock.head import LabelScores, Targets, scoring
+from setblock.logits import after_head, left_alone
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -88,6 +89,21 @@ def test_chunks_are_the_whole(model, chunk_size, taught):
         assert torch.allclose(gradient, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_a_network_does_to_its_logits_comes_back(kind):
+    """Within, no score is scaled or capped; a step that fails leaves the network as it was."""
+    model, tokens = changing(kind), torch.tensor([[1, 2]])
+    before = model(input_ids=tokens).logits
+    said = model.lm_head(model.get_decoder()(input_ids=tokens).last_hidden_state)
+    assert not torch.allclose(said, before, rtol=0.1)
+    assert torch.equal(after_head(model.config)(said), before)
+    with left_alone(model):
+        assert torch.equal(model(input_ids=tokens).logits, said)
+    with pytest.raises(RuntimeError), left_alone(model):
+        raise RuntimeError
+    assert torch.equal(model(input_ids=tokens).logits, before)
+
+
 def test_head_is_put_back():
     model = network(False)
     before = model(input_ids=torch.tensor([[1, 2]])).logits
@@ -103,12 +119,13 @@ def test_head_is_put_back():
     assert model.lm_head.forward is own
 
 
-@pytest.mark.parametrize("name", ["logits_scaling", "final_logit_softcapping", "dim_model_base"])
-def test_a_chain_is_refused_where_logits_are_not_the_heads(name):
+def test_a_chain_is_refused_where_the_head_reads_what_was_scaled():
     model = network(False)
-    assert changed_logits(model.config) is None
-    setattr(model.config, name, 8.0)
-    message = f"chain_width must be 0, got 4: the logits of a llama with {name}=8.0 are not simply"
+    assert no_chain(model.config) is None
+    model.config.dim_model_base = 16
+    assert no_chain(model.config) is None, "as wide as the layers"
+    model.config.dim_model_base = 8
+    message = "chain_width must be 0, got 4: the output layer of a llama with dim_model_base=8 "
     with pytest.raises(ValueError, match=re.escape(message)):
         with_chain(model, 4)
     assert with_chain(model, 0) is None
