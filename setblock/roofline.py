@@ -238,6 +238,7 @@ def best_spending(
     Without `pairs` the form of two forwards is not weighed.
     """
 
+    @functools.cache
     def seconds(queries: int) -> float:
         return driven_s(dimensions, device, queries, batch, cached, dispatch_s)
 

@@ -111,13 +111,13 @@ def _mixed(value: Tensor) -> Tensor:
     """SplitMix64's finalizer: a permutation of 64-bit numbers that looks random. Source: Steele,
     Lea and Flood, Fast splittable pseudorandom number generators (2014).
     """
+    value = _folded(value, 30).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    value = _folded(value, 27).mul_(0x94D049BB133111EB - 2**64)
+    return _folded(value, 31)
 
-    def folded(value: Tensor, shift: int) -> Tensor:
-        return (value >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(value)  # unsigned
 
-    value = folded(value, 30).mul_(0xBF58476D1CE4E5B9 - 2**64)
-    value = folded(value, 27).mul_(0x94D049BB133111EB - 2**64)
-    return folded(value, 31)
+def _folded(value: Tensor, shift: int) -> Tensor:
+    return (value >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(value)  # unsigned
 
 
 def keep_likeliest(
