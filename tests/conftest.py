@@ -43,6 +43,7 @@ LONGROPE = {
     "long_factor": [1.0, 3.0, 5.0, 8.0],
     "original_max_position_embeddings": 32,
 }
+SHORT = ["--max-new-tokens", "8"]  # words of a command
 MIXED = ["sliding_attention", "full_attention"]
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
@@ -64,7 +65,6 @@ KINDS = {
     "gemma3": transformers.Gemma3TextConfig(
         **SIZES, sliding_window=4, layer_types=MIXED, query_pre_attn_scalar=16
     ),
-    "granite": transformers.GraniteConfig(**SIZES, logits_scaling=4.0),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 

@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 import typer
-from conftest import api, copied
+from conftest import SHORT, api, copied
 from safetensors import SafetensorError
 from stops import STOPS
 
 from setblock import cli, generation
-
-SHORT = ["--max-new-tokens", "8"]
-
 
 # Errors: one line on stderr, exit code not 0
 
@@ -364,14 +361,18 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
 
 # Which test files type the options of a command.
 FILES = {
-    **dict.fromkeys(("generate", "info", "demo"), "test_cli_answering.py"),
-    **dict.fromkeys(("evaluate", "benchmark", "profile"), "test_cli_measuring.py"),
+    "generate": "test_cli_prompts.py test_cli_generate.py test_cli_stream.py test_cli_info.py",
+    "info": "test_cli_info.py",
+    "demo": "test_cli_demo.py",
+    "evaluate": "test_cli_evaluate.py test_cli_profile.py",
+    "benchmark": "test_cli_benchmark.py test_cli_profile.py",
+    "profile": "test_cli_profile.py",
     "train": "test_cli_training.py test_answers.py test_finetune.py test_stopped_runs.py",
     "merge": "test_finetune.py",
     "prompts": "test_prompts.py",
     "roofline": "test_cli_planning.py",
     "plan": "test_plan.py",
-    "tune": "test_tune.py",
+    "tune": "test_cli_tune.py",
     "speedup": "test_speedup.py",
     "report": "test_report.py",
     "export": "test_export.py",

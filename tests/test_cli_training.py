@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -342,6 +344,22 @@ def launch(ranks: int, *words: object) -> tuple[str, str]:
     return done.stdout, " ".join(done.stderr.split())
 
 
+def two_ranks(*words: object) -> str:
+    """What `setblock` says on stdout, on two ranks that torchrun could have started."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    command = ["setblock", *map(str, words)]
+    running = [
+        forked.Running(command, Path.cwd(), **world, MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank)
+        for rank in "01"
+    ]
+    ended = [one.wait() for one in running]
+    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr[-3000:]
+    return "".join(one.stdout for one in ended)
+
+
 def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     """What torchrun starts: one folder, one model, the same losses as one process; and resumed."""
     where = ["train", "--model", checkpoint("llama"), "--data", rows, "--lr-scheduler-type"]
@@ -363,14 +381,14 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     for name in ("checkpoint-2", "_run"):
         shutil.copytree(tmp_path / "2" / name, again / name)
     resumed = ["--gradient-accumulation-steps", "2", "--output-dir", again, "--resume", "--json"]
-    assert json.loads(launch(2, *words, *resumed)[0])["steps"] == 3
+    assert json.loads(two_ranks(*words, *resumed))["steps"] == 3
     whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("2", "again"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
     assert [line["matp_loss"] for line in last if "matp_loss" in line] == logs[1][2:]
     # nothing left to train: the last decoding is made, and written by one of them
     words += ["--decode-data", rows, "--decode-every", "1"]
-    launch(2, *words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
+    two_ranks(*words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
     last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in last if "decode_n" in line] == [3]
 
