@@ -366,7 +366,7 @@ def test_a_stop_while_the_model_answers_says_how_to_go_on(
 
 
 def test_a_chain_that_can_not_be_is_refused_before_any_answer(checkpoint, rows, tmp_path) -> None:
-    model = copied(checkpoint("llama"), tmp_path / "scaled", "config.json", dim_model_base=32)
+    model = copied(checkpoint("llama"), tmp_path / "scaled", "config.json", dim_model_base=16)
     run = TrainingRun(str(model), [str(rows)], tmp_path / "o", method="gated")
     with pytest.raises(ValueError, match=r"^chain_width must be 0, got 8: the output layer of a "):
         finetune(replace(run, answers="model", chain_width=8), [*QUICK.split()])

@@ -111,9 +111,9 @@ def test_a_model_that_can_have_no_chain(
 ) -> None:
     chooses()
     llama = checkpoint("llama")
-    scaled = copied(llama, tmp_path / "scaled", "config.json", dim_model_base=32)
+    scaled = copied(llama, tmp_path / "scaled", "config.json", dim_model_base=16)
     run(monkeypatch, "speedup", *(str(scaled) if word == str(llama) else word for word in words))
-    told = "no chain: the output layer of a llama with dim_model_base=32 reads other states than"
+    told = "no chain: the output layer of a llama with dim_model_base=16 reads other states than"
     assert told in " ".join(capsys.readouterr().err.split())
     assert load(tmp_path / "fast").chain is None
     assert load(tmp_path / "fast").gated
