@@ -65,7 +65,7 @@ def candidates_of(
 
 def joined(
     chain: Chain,
-    embedding: nn.Module,
+    embedding: Callable[[Tensor], Tensor],
     logits: Float[Tensor, "batch slots vocab"],
     context: Float[Tensor, "batch slots width"],
     before: Int[Tensor, " batch"],
@@ -90,7 +90,7 @@ def joined(
 
 def conditioned(
     chain: Chain,
-    embedding: nn.Module,
+    embedding: Callable[[Tensor], Tensor],
     logits: Float[Tensor, "batch slots vocab"],
     context: Float[Tensor, "batch slots width"],
     before: Int[Tensor, " batch"],

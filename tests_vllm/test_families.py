@@ -3,6 +3,7 @@
 import pytest
 from conftest import FAMILIES
 from test_engine import agree, mixed
+from test_fused import BRANCHES, FUSED, SLIDING
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -17,3 +18,11 @@ def test_gated_adapters(engine, model, kind):
 
 def test_a_low_rank_adapter_on_a_mixture(engine, model):
     agree(engine("lora:mixtral"), model("lora:mixtral"), mixed(model("lora:mixtral"), 8))
+
+
+@pytest.mark.parametrize("kind", ["gemma", "granite"])
+def test_chains(engine, model, kind):
+    """Of networks that scale what their embedding says, or their logits."""
+    chained = f"chained:{kind}"
+    requests = mixed(model(chained), 16, BRANCHES + SLIDING)
+    agree(engine(chained, **FUSED), model(chained), requests)

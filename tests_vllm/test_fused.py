@@ -239,7 +239,7 @@ def test_a_draft_is_made_of_its_own_slots(engine, model, monkeypatch):
 
     def checked(self, how, logits, at, first, places, seeds):
         network = self.state.model
-        assert network.chain is not None
+        assert network.joining is not None
         own = network.compute_logits(network.last_hidden[at.flatten()]).view(logits.shape)
         own[..., self.state.mask_token_id] = -torch.inf
         torch.testing.assert_close(own, logits)

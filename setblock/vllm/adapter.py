@@ -26,9 +26,24 @@ Weights = Iterable[tuple[str, Tensor]]
 JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
+class Joining:
+    """A chain, and the embedding that it reads. No module, whose weights vLLM would look for in the
+    checkpoint.
+    """
+
+    def __init__(self, chain: Chain, model: Any, network: Any) -> None:
+        self.chain = chain
+        self.own = model.get_submodule("model.embed_tokens")
+        # vLLM scales what its embedding says, transformers what the chain was trained on.
+        self.scale = float(scale_of(network.get_input_embeddings()))
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        return self.own(ids) * self.scale
+
+
 def with_adapter(
     model: Any, name: str, weights: Weights
-) -> tuple[Weights, Gate | None, Chain | None]:
+) -> tuple[Weights, Gate | None, Joining | None]:
     """`weights` of the base as its checkpoint names them, with the adapter of this name folded in.
 
     Gate and chain are those of an adapter which acts on blocks alone. Its additions hang on the
@@ -51,7 +66,9 @@ def with_adapter(
             f"{name} is a gated adapter, which runs on one device: --tensor-parallel-size 1"
         )
     _hang(model, network, own)
-    joining = adapted.chain and adapted.chain.to(own.device, own.dtype)
+    if adapted.chain is None:
+        return weights, network.setblock_gate, None
+    joining = Joining(adapted.chain.to(own.device, own.dtype), model, network)
     return weights, network.setblock_gate, joining
 
 

@@ -16,7 +16,7 @@ class Blocks:
 
     last_hidden: Any = None  # of the latest forward: the first token of verified decoding needs it
     gate: Any = None  # of an adapter that acts on blocks alone: which tokens are theirs
-    chain: Any = None  # of that adapter, if it has one
+    joining: Any = None  # the chain of that adapter, if it has one
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -29,9 +29,7 @@ class Blocks:
 
         own: Any = self
         if adapter := getattr(own.config, "setblock", {}).get("adapter"):
-            weights, self.gate, chain = with_adapter(self, adapter, weights)
-            # Not as a module of vLLM's, which would look for its weights in the checkpoint.
-            object.__setattr__(self, "chain", chain)
+            weights, self.gate, self.joining = with_adapter(self, adapter, weights)
         return super().load_weights(weights)  # type: ignore[misc]
 
     def forward(self, *args: Any, **given: Any) -> Any:

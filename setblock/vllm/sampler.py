@@ -244,9 +244,9 @@ class BlockSampler:
         at: where the slots are among the tokens of the step. first: the token before them.
         """
         model, joining = self.state.model, None
-        if model.chain is not None:
-            context = model.chain.context(model.last_hidden[at])
-            joining = model.chain, model.model.embed_tokens, context, first
+        if (by := model.joining) is not None:
+            context = by.chain.context(model.last_hidden[at])
+            joining = by.chain, by.embedding, context, first
         rows = self.state.row.expand(len(first))
         drafted, at, logits, _ = drafts_of(how.sampler, logits, rows, places, joining, seeds)
         return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
@@ -279,8 +279,8 @@ class BlockSampler:
         at: where the slots are among the tokens of the step. before: the token before them.
         known: their tokens, the mask token where none is revealed.
         """
-        model = self.state.model
-        if model.chain is None:
+        model, by = self.state.model, self.state.model.joining
+        if by is None:
             return logits
         rows = self.state.row.expand(len(before))
 
@@ -289,10 +289,9 @@ class BlockSampler:
             said = how.sampler.pick(logits, rows, places[:, slot : slot + 1], seeds)
             return torch.where(here == self.state.mask_token_id, said, here)
 
-        context = model.chain.context(model.last_hidden[at])
+        context = by.chain.context(model.last_hidden[at])
         exact = torch.zeros_like(known, dtype=torch.bool)
-        embedding = model.model.embed_tokens
-        return conditioned(model.chain, embedding, logits, context, before, exact, pick)
+        return conditioned(by.chain, by.embedding, logits, context, before, exact, pick)
 
     def _agree(
         self, how: Decoding, scores: Tensor, chosen: Tensor, block: Tensor, slots: Tensor,
