@@ -36,7 +36,8 @@ def left_alone(network: Any) -> Iterator[None]:
     if name is None:
         yield
         return
-    told = [one for one in (network.config, network) if name in vars(one)]
+    owners = (network.config, network, network.get_decoder())
+    told = [one for one in owners if name in vars(one)]
     for one in told:
         setattr(one, name, None if name == CAP else 1.0)
     try:

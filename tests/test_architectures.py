@@ -1,6 +1,7 @@
 """Families of networks that decode: a small one of each, with random weights, against the laws."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,16 @@ def test_logits_that_the_output_layer_does_not_make_are_no_training(
     message = "can't be trained: its logits are not " + ("as a chain" if chain else "its output")
     with pytest.raises(ModelError, match=f"^{family}, which the tests do not know, {message}"):
         trial.check_head(model, chain)
+
+
+def test_logits_that_a_network_goes_on_changing_are_no_training(tmp_path, monkeypatch) -> None:
+    """As if it kept the number somewhere else: a step's scores would be changed."""
+    model = made("granite", tmp_path)
+    monkeypatch.setattr(trial, "TESTED", ())
+    trial.check_head(model)
+    monkeypatch.setattr(trial, "left_alone", lambda network: nullcontext())
+    with pytest.raises(ModelError, match="can't be trained: its logits are not its output layer's"):
+        trial.check_head(model)
 
 
 def save_gated_adapter(model: Model, folder: Path) -> None:
