@@ -3,11 +3,12 @@
     python examples/cpu_weights.py --out benchmarks/records/cpu-weights.json
 
 All linear layers of a model's shape with random weights, one after the other as a forward runs
-them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN or,
-in float32, for MKL (`--pack` takes the latter on Intel's processors), and in 8 bits by torch's own
-kernels: the weights alone, or activations too, rounded by a scale of each token's own, or by one
-for all tokens of a forward. With the last one verified decoding could not keep its text: a token's
-logits would depend on the others. Attention, norms and Python between layers have no part in it.
+them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN; in
+float32 also for MKL (`--pack` takes that on Intel's processors) and transposed (`--pack` takes that
+for single tokens and small weights, on others); and in 8 bits by torch's own kernels: the weights
+alone, or activations too, rounded by a scale of each token's own, or by one for all tokens of a
+forward. With the last one verified decoding could not keep its text: a token's logits would depend
+on the others. Attention, norms and Python between layers have no part in it.
 All kinds take turns, so that a machine that slows down slows all of them; medians. A kind that has
 no kernels on this processor is named and left out.
 """
@@ -45,6 +46,11 @@ def mkl(weight: Tensor) -> Layer:
     return packed.MKL(weight, None)
 
 
+def transposed(weight: Tensor) -> Layer:
+    turned = weight.T.contiguous()
+    return lambda tokens: torch.matmul(tokens, turned)
+
+
 def eight_bits(weight: Tensor) -> Layer:
     """Each output has a scale; the product is bfloat16's."""
     scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
@@ -76,6 +82,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
     "float32": (torch.float32, plain),
     "float32, oneDNN": (torch.float32, one_dnn),
     "float32, MKL": (torch.float32, mkl),
+    "float32, transposed": (torch.float32, transposed),
     "bfloat16": (torch.bfloat16, plain),
     "bfloat16, oneDNN": (torch.bfloat16, one_dnn),
     "8 bits, weights": (torch.bfloat16, eight_bits),

@@ -40,16 +40,26 @@ torch.library.register_fake("setblock::linear", _shape)
 
 
 class OneDNN:
-    """Products with a weight, [width, hidden], laid out by oneDNN."""
+    """Products with a weight, [width, hidden], laid out by oneDNN.
+
+    A small one of 32 bits is there transposed as well, for a single token: torch's own product with
+    that takes half to nine tenths of the time, on processors without AVX-512.
+    """
 
     HINT = 16  # tokens that the layout is chosen for
+    LARGE = 2**19  # weights that are there once, so that a model takes little more memory
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         # Not at import: a torch without oneDNN has no such operations.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.HINT)
         self.bias, self.product = bias, torch.ops.mkldnn._linear_pointwise.default
+        twice = weight.itemsize >= 4 and weight.numel() < self.LARGE
+        self.transposed = weight.T.contiguous() if twice else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.transposed is not None and hidden.numel() == len(self.transposed):
+            result = torch.matmul(hidden, self.transposed)
+            return result if self.bias is None else result + self.bias
         return self.product(hidden, self.weight, self.bias, "none", [], "")
 
 

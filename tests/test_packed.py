@@ -58,6 +58,23 @@ def test_products_are_the_same(shape, bias, dtype, intel):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "twice"),
+    [(64, torch.float32, True), (64, torch.bfloat16, False), (128, torch.float32, False)],
+)
+def test_small_weights_are_there_for_single_tokens_too(width, dtype, twice, monkeypatch):
+    if packed.missing(torch.device("cpu"), dtype):
+        pytest.skip("no kernels for this type here")
+    monkeypatch.setattr(packed.OneDNN, "LARGE", 100 * 48)
+    found = packed.OneDNN(torch.randn(width, 48, dtype=dtype), None)
+    assert (found.transposed is not None) == twice
+    if found.transposed is not None:
+        monkeypatch.setattr(found, "product", None)
+        found(torch.randn(1, 1, 48)), found(torch.randn(48))
+        with pytest.raises(TypeError):
+            found(torch.randn(1, 2, 48))
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
 @pytest.mark.parametrize("count", [1, 2, 7, 64, packed.MKL.HINT, packed.MKL.HINT + 1, 700])
 def test_mkl_takes_any_number_of_tokens(count):
