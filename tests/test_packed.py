@@ -70,7 +70,8 @@ def test_small_weights_are_there_for_single_tokens_too(width, dtype, twice, monk
     assert (found.transposed is not None) == twice
     if found.transposed is not None:
         monkeypatch.setattr(found, "product", None)
-        found(torch.randn(1, 1, 48)), found(torch.randn(48))
+        found(torch.randn(1, 1, 48))
+        found(torch.randn(48))
         with pytest.raises(TypeError):
             found(torch.randn(1, 2, 48))
 
