@@ -4,24 +4,28 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from peft import PeftConfig
 from transformers import PrinterCallback, ProgressCallback, TrainerState, set_seed
 
-from setblock import adapters, packed
-from setblock.answers import regenerate
+from setblock import adapters
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
+from setblock.corpus import (
+    as_prompts,
+    check_beside_own,
+    make_up_prompts,
+    own_answers,
+    room_of,
+    training_rows,
+)
 from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
 from setblock.files import let_read
 from setblock.loading import DTYPES, base_of, lasting, load, place_of
 from setblock.model import Model
-from setblock.prompts import Sampling, write_prompts
 from setblock.records import new_record, save_record
 from setblock.resume import (
     OWN_FOLDER,
@@ -32,13 +36,10 @@ from setblock.resume import (
     read_state,
     write_lines,
 )
-from setblock.run import OWN, TrainingRun, names_of, parse_config, settings_of_run
-from setblock.signals import stop_at_once
+from setblock.run import TrainingRun, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
 from setblock.trial import check_head
-from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal, prompts_of
-
-MOST_COPIED = 2**32  # bytes of weights that there may be twice while a model answers
+from setblock.watch import Bar, DecodeProbe, LogLines, SaveOnSignal
 
 
 def finetune(
@@ -64,7 +65,7 @@ def finetune(
     settings = settings_of_run(run, config)
     rows = None
     if checkpoint is not None or not run.own_prompts:
-        rows = _training_rows(run)
+        rows = training_rows(run)
         settings["rows"] = fingerprint(rows)
     else:
         check_beside_own(run)
@@ -105,21 +106,21 @@ def finetune(
         if model.device.type == "cpu":
             raise ValueError("attention 'flex_attention' can't train on a CPU; use sdpa")
         model.network.set_attn_implementation(run.attention)
-    if run.answers == "model" and _room(model, run, config) < 1:
+    if run.answers == "model" and room_of(model, run, config) < 1:
         raise ValueError(
             f"answer_tokens={run.answer_tokens} leaves no room for a prompt in the model's context "
             f"of {model.context_length} tokens"
         )
     if held_out is not None:
-        held_out = _as_prompts(held_out, model, run, config, "the held-out decoding", say)
+        held_out = as_prompts(held_out, model, run, config, "the held-out decoding", say)
     if rows is None:
         make_up_prompts(run, model, config.seed, say)
-        rows = _training_rows(run)
+        rows = training_rows(run)
         settings["rows"] = fingerprint(rows)
     chat = run.chat or talks(rows)
     if run.answers == "model":
-        prompts = _as_prompts(rows, model, run, config, "the training data", say)
-        rows = _own_answers(run, model, prompts, say)
+        prompts = as_prompts(rows, model, run, config, "the training data", say)
+        rows = own_answers(run, model, prompts, say)
     else:
         rows = prepare(rows, model.tokenizer, run.chat)
     if frozen:
@@ -326,156 +327,6 @@ def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
             f"{model.context_length}"
         )
     config.max_length = model.context_length  # trl's default is more than this model can take
-
-
-def _as_prompts(
-    rows: Any,
-    model: Model,
-    run: TrainingRun,
-    config: SBDConfig,
-    use: str,
-    say: Callable[[str], None],
-) -> Any:
-    """Rows with prompts as training will see them, so that they are decoded the same way.
-
-    Rows too long to be answered are left out, and counted aloud.
-    """
-    return prepare(fitting(rows, model, run, config, use, say), model.tokenizer, run.chat)
-
-
-def fitting(
-    rows: Any,
-    model: Model,
-    run: TrainingRun,
-    config: SBDConfig,
-    use: str,
-    say: Callable[[str], None],
-) -> Any:
-    """The rows whose prompts leave room for an answer; the others are counted aloud.
-
-    use: what the rows are for, as errors name it. Raises: ValueError if none is left.
-    """
-    room = _room(model, run, config)
-    asked = prompts_of(model, prepare(rows, model.tokenizer, run.chat))
-    kept = [row for row, prompt in enumerate(asked) if len(prompt) <= room]
-    if not kept:
-        raise ValueError(
-            f"no prompt of {use} leaves room for answer_tokens={run.answer_tokens} in the model's "
-            f"context of {model.context_length} tokens"
-        )
-    if len(kept) < len(rows):
-        say(
-            f"{len(rows) - len(kept)} of {len(rows)} prompts are left out of {use}: they have more "
-            f"than {room} tokens, what answer_tokens={run.answer_tokens} leaves of the context"
-        )
-    return rows.select(kept)
-
-
-def _room(model: Model, run: TrainingRun, config: SBDConfig) -> int:
-    """Tokens of a prompt that answer_tokens leave in the context, in whole blocks."""
-    slots = -(-run.answer_tokens // config.max_block_size) * config.max_block_size
-    return model.context_length - slots
-
-
-def _training_rows(run: TrainingRun) -> Any:
-    return load_rows(
-        run.files,
-        run.split,
-        run.prompt_field,
-        run.completion_field,
-        run.limit,
-        prompts_only=run.answers == "model",
-        own=str(run.prompts_file),
-    )
-
-
-def check_beside_own(run: TrainingRun) -> None:
-    """Looks at the data beside the model's own prompts, before minutes of making those up.
-
-    Raises: ValueError for what can't be read, or prompts of messages, which do not mix with text.
-    """
-    others = [file for file in run.files if file != str(run.prompts_file)]
-    names = run.split, run.prompt_field, run.completion_field
-    if others and not isinstance(load_rows(others, *names, prompts_only=True)[0]["prompt"], str):
-        raise ValueError(
-            f"{OWN}{run.own_prompts} are prompts of text, which do not mix with data whose "
-            f"prompts are messages: {', '.join(others)}"
-        )
-
-
-def make_up_prompts(run: TrainingRun, model: Model, seed: int, say: Callable[[str], None]) -> None:
-    """Effects: run.prompts_file holds as many as were asked for."""
-    count, file = run.own_prompts, run.prompts_file
-
-    def num_known() -> int:
-        return file.read_bytes().count(b"\n") if file.exists() else 0
-
-    if (known := num_known()) < count:
-        there = f", {known} of them before" if known else ""
-        say(f"making up {count} prompts with the model itself{there}; {file}")
-    every = max(count // 20, 1)
-
-    def progress(number: int) -> None:
-        if number % every == 0:
-            say(f"{number} of {count} prompts")
-
-    size = run.answer_batch_size
-    with PartialState().main_process_first(), stop_at_once():
-        _check_shared(file, num_known(), count)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        found = write_prompts(model, file, count, Sampling(seed), size, progress)
-    if found != count:
-        raise ValueError(f"{file} holds {found} prompts, more than {OWN}{count}: move it away")
-
-
-def _check_shared(file: Path, known: int, count: int) -> None:
-    """Raises: ValueError on a rank that can't see what the first one has written before it."""
-    if known < count and not PartialState().is_main_process:
-        raise ValueError(
-            f"{file} has {known} of the {count} lines that the first rank wrote: output_dir must "
-            "be in a folder that all machines share"
-        )
-
-
-def _own_answers(run: TrainingRun, model: Model, rows: Any, say: Callable[[str], None]) -> Any:
-    file = run.output_dir / OWN_FOLDER / "answers.jsonl"
-    every = max(len(rows) // 20, 1)
-
-    def start(known: int) -> None:
-        _check_shared(file, known, len(rows))
-        if known < len(rows):
-            there = f", {known} of them before" if known else ""
-            say(f"answering {len(rows)} prompts with the model itself{there}; {file}")
-
-    def progress(count: int) -> None:
-        if count % every == 0:
-            say(f"{count} of {len(rows)} answers")
-
-    # The others find all answers in the file.
-    length = run.answer_tokens
-    with PartialState().main_process_first(), stop_at_once():
-        own = regenerate(
-            model, rows, file, length, run.answer_batch_size, progress, start, partial(_writer, run)
-        )
-    lengths = [sum(mask) for mask in own["completion_mask"]]
-    full = [ids for ids, tokens in zip(own["input_ids"], lengths, strict=True) if tokens == length]
-    cut = sum(ids[-1] not in model.eos_token_ids for ids in full)
-    rest = "; the others are empty" if len(own) < len(rows) else ""
-    rest += f"; {cut} were cut at answer_tokens={length}" if cut else ""
-    say(f"{len(own)} of {len(rows)} answers are trained on, {sum(lengths):,} tokens{rest}")
-    return own
-
-
-def _writer(run: TrainingRun, model: Model) -> Model:
-    """What answers for a model: on a CPU a copy whose weights are laid out for decoding.
-
-    Those can't be trained. Of large models no copy is made.
-    """
-    if run.method == "qlora" or model.weight_bytes > MOST_COPIED or model.packed:
-        return model
-    if packed.missing(model.device, model.dtype) is not None:
-        return model
-    return load(run.model, model.dtype, model.device, run.mask_token_id, pack=True)
 
 
 def _silent(line: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 from setblock.adapters import no_chain
 from setblock.checkpoint import ModelError
+from setblock.corpus import check_beside_own, fitting, make_up_prompts
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
 from setblock.files import write_whole
-from setblock.finetune import check_beside_own, finetune, fitting, make_up_prompts
+from setblock.finetune import finetune
 from setblock.loading import load
 from setblock.model import Model
 from setblock.resume import OWN_FOLDER, PREFIX, left_in

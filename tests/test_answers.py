@@ -17,8 +17,9 @@ from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 
 from setblock import packed
 from setblock.answers import regenerate
+from setblock.corpus import make_up_prompts, own_answers
 from setblock.data import load_rows, prepare
-from setblock.finetune import _own_answers, finetune, make_up_prompts
+from setblock.finetune import finetune
 from setblock.generation import finished, generate
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
@@ -39,7 +40,7 @@ TALK = {"messages": [{"role": "user", "content": "a"}]}
 OWN: Any = {"chat": True, "answers": "model"}
 
 
-def test_training_on_own_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
+def test_training_onown_answers(checkpoint, tmp_path, monkeypatch, capsys) -> None:
     """Rows need no more than a prompt; what is trained on are the very ids of the answers."""
     rows = write(tmp_path / "r.jsonl", [{"q": p} for p, _ in PAIRS])
     # an end token that is likely anywhere: some of the answers end
@@ -105,7 +106,7 @@ def test_on_a_cpu_answers_come_from_weights_laid_out(checkpoint, tmp_path, monke
     assert sum(one.startswith("answering 2 prompts with the model") for one in said) == 1
 
 
-def test_prompts_alone_need_own_answers(tmp_path) -> None:
+def test_prompts_alone_needown_answers(tmp_path) -> None:
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
     with pytest.raises(ValueError, match=r"rows.jsonl:1: .* has prompt \(prompts alone: --ans"):
         finetune(TrainingRun("no model is read", [rows], tmp_path / "out"), [])
@@ -166,7 +167,7 @@ def test_prompts_and_answers_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     assert 0 < summary["rows"] == sum(bool(answer["text"]) for answer in answers)
     asked = sorted(answer["prompt_ids"] for answer in answers)
     assert asked == sorted(model.encode(prompt, chat=True) for prompt in told)
-    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    monkeypatch.setattr("setblock.corpus.write_prompts", None)
     run(monkeypatch, "train", *words, *QUICK.split(), "--max-steps", "4", "--resume", "--json")
     assert json.loads(capsys.readouterr().out)["steps"] == 4
     (tmp_path / "new" / "_run").mkdir(parents=True)
@@ -185,7 +186,7 @@ def test_making_up_prompts_says_how_many_are_there(tmp_path, monkeypatch, known,
     run = TrainingRun("nano", ["own:2"], tmp_path, chat=True, answers="model")
     run.prompts_file.parent.mkdir(parents=True)
     run.prompts_file.write_text('{"prompt": "a"}\n' * known)
-    monkeypatch.setattr("setblock.finetune.write_prompts", lambda model, file, count, *rest: count)
+    monkeypatch.setattr("setblock.corpus.write_prompts", lambda model, file, count, *rest: count)
     said: list[str] = []
     make_up_prompts(run, TableModel.spelling("", start=1), 5, said.append)
     assert len(said) == len(told)
@@ -195,8 +196,8 @@ def test_making_up_prompts_says_how_many_are_there(tmp_path, monkeypatch, known,
 def test_other_machines_must_see_what_the_first_rank_wrote(tmp_path, monkeypatch) -> None:
     """Else each of their ranks would write all of it again, into the same file."""
     here = SimpleNamespace(is_main_process=False, main_process_first=nullcontext)
-    monkeypatch.setattr("setblock.finetune.PartialState", lambda: here)
-    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    monkeypatch.setattr("setblock.corpus.PartialState", lambda: here)
+    monkeypatch.setattr("setblock.corpus.write_prompts", None)
     monkeypatch.setattr("setblock.answers.prompts_of", lambda model, rows: [[3], [4]])
     run, model = (
         TrainingRun("nano", ["own:2"], tmp_path, answer_tokens=8, **OWN),
@@ -209,10 +210,10 @@ def test_other_machines_must_see_what_the_first_rank_wrote(tmp_path, monkeypatch
         make_up_prompts(run, model, 5, print)
     rows, file = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "_run"
     with pytest.raises(ValueError, match=told.format("answers.jsonl", 0)):
-        _own_answers(run, model, rows, print)
+        own_answers(run, model, rows, print)
     assert not (file / "answers.jsonl").exists()
     regenerate(model, rows, file / "answers.jsonl", run.answer_tokens, 2)  # what it would find
-    assert len(_own_answers(run, model, rows, print)) == 2
+    assert len(own_answers(run, model, rows, print)) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_what_own_prompts_need(tmp_path, data, more, message) -> None:
 def test_what_is_wrong_is_said_before_prompts_are_made_up(
     tmp_path, monkeypatch, rows, more, words, message
 ) -> None:
-    monkeypatch.setattr("setblock.finetune.write_prompts", None)
+    monkeypatch.setattr("setblock.corpus.write_prompts", None)
     file = tmp_path / "more.jsonl"
     if rows is not None:
         write(file, rows)

@@ -56,6 +56,7 @@ LEVELS = (
     ("generation", "vllm"),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     ("answers", "prompts", "benchmark", "profiling", "tune", "measured", "estimate", "serve"),
+    ("corpus",),
     ("finetune", "report"),
     ("speedup",),
     ("cli",),
