@@ -93,15 +93,10 @@ def measure(
 
     later: in a record that another commit began, what made the lines of these settings.
     """
-    record, later = records.new_record(), None
-    record["machine"]["threads"] = 1
+    record = now = records.new_record()
+    now["machine"]["threads"] = 1
     if path.is_file():
-        now, record = record, json.loads(path.read_text(encoding="utf-8"))
-        makers = [record, *record.get("later", [])]
-        if now["commit"] != makers[-1]["commit"]:
-            del now["results"]
-            record.setdefault("later", []).append(now | {"settings": []})
-        later = record.get("later", [None])[-1]
+        record = json.loads(path.read_text(encoding="utf-8"))
     done = {(one["setting"], one["task"]) for one in record["results"]}
     jobs = [
         Job(setting, family, split, held_out, limit, batch_size)
@@ -109,6 +104,10 @@ def measure(
         for family in nano.FAMILIES
         if (setting, family) not in done
     ]
+    if jobs and now["commit"] != [record, *record.get("later", [])][-1]["commit"]:
+        del now["results"]
+        record.setdefault("later", []).append(now | {"settings": []})
+    later = record.get("later", [None])[-1]
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     with context.Pool(workers) as pool:
         for number, line in enumerate(pool.imap_unordered(score, jobs), start=1):

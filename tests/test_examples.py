@@ -122,6 +122,11 @@ def test_nano_table(tmp_path, monkeypatch):
     assert [one["settings"] for one in record["later"]] == [[table.DEFAULT]]
     text = (tmp_path / "nano-summary.md").read_text()
     assert f"The rows `{table.DEFAULT}`: at commit {record['later'][0]['commit'][:7]} on " in text
+    # One that had nothing left to measure was made by no other.
+    path = tmp_path / "nano-validation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "0123456789"}))
+    run_here("--out", tmp_path, *few, "--batch-size", 2, "--workers", 2)
+    assert "later" not in json.loads(path.read_text())
 
 
 def test_task_prompts(tmp_path):
