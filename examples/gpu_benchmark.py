@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from setblock import benchmark, contenders, machines, packed, profiling, shared
 from setblock.cli.common import Compile, CompileOption
 from setblock.loading import load
-from setblock.model import Model, ModelError
+from setblock.model import Model
+from setblock.names import ModelError
 from setblock.plan import beside_measured
 from setblock.records import new_record, save_record
 from setblock.roofline import DISPATCH_S

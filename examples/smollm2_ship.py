@@ -15,8 +15,8 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from setblock.checkpoint import ADAPTER_CONFIG, BUNDLED, write_settings
-from setblock.loading import SMOLLM2
+from setblock.checkpoint import write_settings
+from setblock.names import ADAPTER_CONFIG, BUNDLED, SMOLLM2
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT = 40_000_000  # bytes; more has no place in a source repository

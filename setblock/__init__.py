@@ -5,10 +5,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from setblock.checkpoint import ModelError
     from setblock.generation import Generation, Reveal, generate, stream
     from setblock.loading import load
     from setblock.model import Model
+    from setblock.names import ModelError
 
 __all__ = ["Generation", "Model", "ModelError", "Reveal", "generate", "load", "stream"]
 

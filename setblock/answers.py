@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from setblock.files import end_last_line, lines_of
 from setblock.generation import finished
-from setblock.loading import lasting
 from setblock.model import Model
+from setblock.names import lasting
 from setblock.watch import prompts_of
 
 # Of a line in the file of answers, at least.

@@ -20,8 +20,8 @@ from transformers import (
 
 from setblock import attention
 from setblock.cache import CACHE, PrefixCache
-from setblock.checkpoint import ModelError, any_of
 from setblock.masks import Layout, WholeRows, flex_block_mask, visible
+from setblock.names import ModelError, any_of
 
 BACKENDS = {"sdpa": visible, attention.NAME: visible, "flex_attention": flex_block_mask}
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
 
 from setblock.files import write_whole
+from setblock.names import HUB_FILES, ModelError, any_of, path_of
 
-_GIVEN = os.environ.get("XDG_CACHE_HOME", "")  # one that is not absolute shall be ignored
-# Stays "~/.cache" where nobody is at home; Path.expanduser would raise.
-CACHE = Path(_GIVEN if os.path.isabs(_GIVEN) else os.path.expanduser("~/.cache")) / "setblock"
-BUNDLED = {
-    **{name: Path(__file__).parent / "demo" / name for name in ("nano", "nano-twin", "smollm2")},
-    "smollm2-base": CACHE / "smollm2-base-0.1.2",  # unpacked there when it is first loaded
-}
 SETTINGS = {
     "mask_token_id": int,
     "block_size": int,
@@ -33,12 +25,7 @@ SETTINGS = {
     "chain_width": int,  # of a gated adapter's chain
     "verified": dict,  # what that mode drafts, see DRAFTING; what is absent by arithmetic
 }
-ADAPTER_CONFIG = "adapter_config.json"  # what tells an adapter from a whole checkpoint
 DRAFTING = {"block_size": 1, "branches": 1, "seeds": 0, "lookup": 0}  # at least
-
-
-class ModelError(ValueError):
-    """What was asked for can't be loaded or run; one line that names it and what is allowed."""
 
 
 def file_of(source: str, name: str) -> str | None:
@@ -54,7 +41,7 @@ def file_of(source: str, name: str) -> str | None:
     try:
         return hf_hub_download(source, name)
     except LocalEntryNotFoundError:
-        here = [try_to_load_from_cache(source, one) for one in ("config.json", ADAPTER_CONFIG)]
+        here = [try_to_load_from_cache(source, one) for one in HUB_FILES]
         if not any(isinstance(one, str) for one in here):  # else a path, or a mark that it has none
             raise
     except EntryNotFoundError:
@@ -126,16 +113,12 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def any_of(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
 def fingerprint(name: str, settings: bool = True) -> str | None:
     """Tells the files of a model on this machine from what they were; None for a hub name.
 
     settings: count a change of its generation_config.json too.
     """
-    place = Path(BUNDLED.get(name, name))
+    place = path_of(name)
     if not place.exists():
         return None
     kinds = (".safetensors", ".bin", ".gguf", ".json")

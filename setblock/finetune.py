@@ -24,8 +24,9 @@ from setblock.corpus import (
 from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
 from setblock.files import let_read
-from setblock.loading import DTYPES, base_of, lasting, load, place_of
+from setblock.loading import DTYPES, base_of, load, place_of
 from setblock.model import Model
+from setblock.names import lasting
 from setblock.records import new_record, save_record
 from setblock.resume import (
     OWN_FOLDER,

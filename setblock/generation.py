@@ -10,7 +10,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from setblock.decode import DecodeState, Rows, Settings
-from setblock.model import Conversation, Model, ModelError
+from setblock.model import Conversation, Model
+from setblock.names import ModelError
 from setblock.pieces import TextPieces
 from setblock.sampling import Sampler
 from setblock.solvers import Solver, parse

@@ -21,7 +21,7 @@ from torch import Tensor
 from setblock import attention
 from setblock.architectures import looks_at_positions
 from setblock.cache import Memory, PrefixCache
-from setblock.checkpoint import ModelError
+from setblock.names import ModelError
 from setblock.transfer import Host, joined, parted, to_device
 
 # The slots that a forward looks at are rounded up to a multiple: few shapes, few graphs.

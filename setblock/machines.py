@@ -4,13 +4,12 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
 
-from setblock.checkpoint import BUNDLED
+from setblock.names import BUNDLED, path_of
 from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions, Experts
 
 
@@ -223,7 +222,7 @@ def find_model(name: str) -> Dimensions:
     name = "smollm2-135m" if name in ("smollm2", "smollm2-base") else name
     if name in MODELS:
         return MODELS[name]
-    place = BUNDLED.get(name, Path(name))
+    place = path_of(name)
     try:
         if not place.is_dir() and name.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")

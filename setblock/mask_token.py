@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from setblock import adapters
-from setblock.checkpoint import ModelError
+from setblock.names import ModelError
 
 # Tokens that no training text held, each with the tokens that tell whose tokenizer it is: Llama 3,
 # Gemma, SmolLM2. In SmolLM2-135M <gh_stars> still has the one embedding that all its never-seen

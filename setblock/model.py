@@ -36,11 +36,12 @@ from setblock.architectures import (
     windows_of,
 )
 from setblock.cache import CACHE, PrefixCache
-from setblock.checkpoint import ModelError, checked_settings
+from setblock.checkpoint import checked_settings
 from setblock.conversations import prepared, refusal
 from setblock.graphs import Graphs
 from setblock.logits import after_head
 from setblock.masks import Layout
+from setblock.names import ModelError
 from setblock.transfer import to_device
 
 COMPILE = ("on", "kernels", "graphs")

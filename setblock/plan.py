@@ -8,11 +8,11 @@ that drives it. What it yields is an assumption, or was measured: `tokens_per_fo
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from setblock.checkpoint import BUNDLED, checked_settings, read_settings
+from setblock.checkpoint import checked_settings, read_settings
 from setblock.machines import MODELS
+from setblock.names import path_of
 from setblock.roofline import (
     DISPATCH_S,
     Device,
@@ -27,7 +27,7 @@ LARGEST_BATCH = 1024
 
 def acceptance_of(name: str) -> float | None:
     """Of drafted tokens, as a MODEL on this machine says it of itself; None where none does."""
-    place = BUNDLED.get(name, Path(name).expanduser())
+    place = path_of(name)
     return checked_settings(read_settings(str(place))).get("acceptance") if place.is_dir() else None
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from setblock.files import write_whole
 from setblock.generation import Generation, finished, settings_for
-from setblock.loading import lasting
-from setblock.model import Model, ModelError
+from setblock.model import Model
+from setblock.names import ModelError, lasting
 
 MARK = "USER-TURN-OF-SETBLOCK"
 CHUNK = 256  # samples whose noise has one seed; a call that goes on begins the last chunk again

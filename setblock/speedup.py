@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from setblock.adapters import no_chain
-from setblock.checkpoint import ModelError
 from setblock.corpus import check_beside_own, fitting, make_up_prompts
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
@@ -19,6 +18,7 @@ from setblock.files import write_whole
 from setblock.finetune import finetune
 from setblock.loading import load
 from setblock.model import Model
+from setblock.names import ModelError
 from setblock.resume import OWN_FOLDER, PREFIX, left_in
 from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item

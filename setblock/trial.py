@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from setblock.architectures import TESTED
-from setblock.checkpoint import ModelError
 from setblock.logits import after_head, left_alone
 from setblock.masks import CLEAN, Layout, causal_layout
 from setblock.model import Model
+from setblock.names import ModelError
 
 CLEAN_TOKENS, NOISY_TOKENS, START = 8, 4, 4  # of the trial's text, and where its block stands
 

@@ -8,9 +8,9 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, PADDING, Layout
 from setblock.model import DEFAULTS, Model
+from setblock.names import ModelError
 from setblock.roofline import ACCEPTANCE, Spending
 
 MASK, EOS, BOS = 0, 1, 2

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from setblock import adapters, gated, objective
-from setblock.checkpoint import ModelError
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout
+from setblock.names import ModelError
 from setblock.train import SBDTrainer
 
 pytestmark = [

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from setblock import adapters, architectures, generate, model, packed, trial
 from setblock.architectures import TESTED, WITH_TEXT
-from setblock.checkpoint import ModelError, write_settings
+from setblock.checkpoint import write_settings
 from setblock.masks import CLEAN, Layout
 from setblock.model import Model
+from setblock.names import ModelError
 
 pytestmark = WHAT_PEFT_SAYS
 

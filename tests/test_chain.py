@@ -23,8 +23,8 @@ from setblock.architectures import attention_mask
 from setblock.chain import Chain, conditioned, joined
 from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
-from setblock.loading import ModelError
 from setblock.masks import CLEAN
+from setblock.names import ModelError
 from setblock.sampling import Sampler
 from setblock.verified import BranchDrafts, SolverDrafts
 

@@ -9,11 +9,12 @@ import pytest
 from test_tune import items, judge
 
 from setblock import tune
-from setblock.checkpoint import BUNDLED, DRAFTING
+from setblock.checkpoint import DRAFTING
 from setblock.cli.tuning import tell
 from setblock.generation import settings_for
 from setblock.loading import load
 from setblock.model import Model
+from setblock.names import BUNDLED
 from setblock.tasks import TASKS
 
 __all__ = ["items", "judge"]  # fixtures

@@ -8,7 +8,7 @@ import pytest
 from conftest import copied, gated_adapter
 
 from setblock.loading import load
-from setblock.model import ModelError
+from setblock.names import ModelError
 
 DECODE = """
 import json, sys

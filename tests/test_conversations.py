@@ -6,9 +6,9 @@ import pytest
 import torch
 from fakes import BOS, TableModel
 
-from setblock.checkpoint import ModelError
 from setblock.generation import encode, generate, settings_for
 from setblock.loading import load
+from setblock.names import ModelError
 
 
 def test_forms_of_a_prompt():

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from trainings import ROWS, next_token_logits, one_line, run, train
 
 from setblock import adapters, loading
-from setblock.checkpoint import BUNDLED, write_settings
+from setblock.checkpoint import write_settings
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
+from setblock.names import BUNDLED
 from setblock.roofline import ACCEPTANCE
 from setblock.train import SBDTrainer
 

@@ -5,9 +5,7 @@ import torch
 from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, uncached
 
-from setblock.checkpoint import (
-    ModelError,
-)
+from setblock.names import ModelError
 
 
 def write_gguf(path, network, tokenizer, tied: bool) -> None:

@@ -12,7 +12,8 @@ from setblock import generate, graphs, load, roofline
 from setblock.graphs import GRAIN, MOST_GRAPHS
 from setblock.kernels import looked_at_in_layers
 from setblock.masks import causal_layout, decoding_layout
-from setblock.model import Model, ModelError
+from setblock.model import Model
+from setblock.names import ModelError
 
 PROMPTS = [[5, 9, 30], [7, 7, 12, 40, 8, 3, 3, 9], [6] * 5]
 WAYS: dict[str, dict[str, Any]] = {

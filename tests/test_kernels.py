@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from setblock import kernels, load
 from setblock.cache import CACHE, PrefixCache
-from setblock.checkpoint import ModelError
+from setblock.names import ModelError
 
 
 @pytest.fixture

@@ -11,12 +11,10 @@ from conftest import copied, make_tokenizer
 from networks import load
 
 from setblock import loading
-from setblock.checkpoint import (
-    ModelError,
-    fingerprint,
-)
+from setblock.checkpoint import fingerprint
 from setblock.loading import fingerprint_of
 from setblock.masks import causal_layout
+from setblock.names import ModelError
 
 
 def test_device_and_dtype_without_settings(checkpoint):

@@ -7,8 +7,8 @@ import torch
 from conftest import make_tokenizer, save_checkpoint
 from networks import embeddings, load, token_id
 
-from setblock.checkpoint import ModelError
 from setblock.masks import causal_layout
+from setblock.names import ModelError
 
 
 def mask_of(folder, **options) -> tuple[int, str]:

@@ -18,10 +18,10 @@ from networks import load, token_id, uncached
 from setblock import cache, loading, masks, packed
 from setblock.architectures import attention_mask
 from setblock.cache import Memory, PrefixCache
-from setblock.checkpoint import ModelError
 from setblock.generation import generate
 from setblock.masks import CLEAN, PADDING, Layout, causal_layout
 from setblock.model import Model
+from setblock.names import ModelError
 
 TOLERANCE = 1e-5
 DENSE = [kind for kind in KINDS if kind != "mixtral"]

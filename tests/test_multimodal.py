@@ -18,8 +18,8 @@ from trainers import samples, tokenizer
 from typer.testing import CliRunner
 
 from setblock.architectures import WITH_TEXT
-from setblock.checkpoint import ModelError
 from setblock.cli import app
+from setblock.names import ModelError
 from setblock.train import SBDTrainer
 
 pytestmark = WHAT_PEFT_SAYS

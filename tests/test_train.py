@@ -25,8 +25,8 @@ from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import adapters, loading, objective
 from setblock.batches import Collator
-from setblock.checkpoint import ModelError
 from setblock.masks import CLEAN, PADDING, visible
+from setblock.names import ModelError
 from setblock.train import SBDTrainer
 
 

@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from setblock.checkpoint import BUNDLED, write_settings
+from setblock.checkpoint import write_settings
+from setblock.names import BUNDLED
 from setblock.vllm import command
 
 

@@ -19,9 +19,10 @@ if not torch.cuda.is_available():
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 from setblock.adapters import attach
-from setblock.checkpoint import BUNDLED, write_settings
+from setblock.checkpoint import write_settings
 from setblock.loading import load
 from setblock.model import Model
+from setblock.names import BUNDLED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,

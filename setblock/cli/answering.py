@@ -124,12 +124,12 @@ def generate(
 
     Seconds count neither loading nor the warm-up (a two-token answer to a one-token prompt).
     """
-    with starting():
-        from setblock.generation import encode, settings_for, stream
-
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     if messages and chat:
         raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
+    with starting(model_name):
+        from setblock.generation import encode, settings_for, stream
+
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     options: dict[str, Any] = {
         "mode": mode.value if mode else None,
@@ -301,7 +301,7 @@ def demo(
 
     `--model smollm2` is SmolLM2-135M-Instruct with an adapter; `make demo-smollm2` installs it.
     """
-    with starting():
+    with starting(model_name):
         from setblock import live as show
         from setblock import nano
         from setblock.records import machine_of, new_record

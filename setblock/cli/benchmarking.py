@@ -147,15 +147,6 @@ def benchmark(
     is what a run's forwards would take by themselves. Stopped by Ctrl-C or SIGTERM, it keeps the
     rounds that were whole in the file that --out names.
     """
-    with starting():
-        from setblock import benchmark as measure
-        from setblock import contenders, machines
-        from setblock.generation import encode, settings_for
-        from setblock.live import spinner
-        from setblock.plan import beside_measured
-        from setblock.records import Journal, machine_of
-        from setblock.roofline import DISPATCH_S
-
     numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
     numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
     for name, values in numbers.items():
@@ -173,6 +164,15 @@ def benchmark(
     refuse_without(Mode.sbd, modes, solver=solver or None, slide=slide)
     refuse_without(Mode.verified, modes, lenience=lenience or None, lookup=lookup or None)
     refuse_idle(modes, block_size=block_size[0] if block_size else None)
+    with starting(model_name):
+        from setblock import benchmark as measure
+        from setblock import contenders, machines
+        from setblock.generation import encode, settings_for
+        from setblock.live import spinner
+        from setblock.plan import beside_measured
+        from setblock.records import Journal, machine_of
+        from setblock.roofline import DISPATCH_S
+
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"mode": mode, "transformers": transformers}
@@ -316,12 +316,6 @@ def profile(
     takes time itself, most of all where operations are small; the table says how much.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
-    with starting():
-        from setblock import benchmark as measure
-        from setblock import profiling
-        from setblock.generation import encode, settings_for
-        from setblock.records import Journal, machine_of
-
     numbers = {"limit": limit, "repeats": repeats, "max-new-tokens": max_new_tokens}
     for name, value in {**numbers, "prompt-length": prompt_length}.items():
         if value is not None and value < 1:
@@ -329,6 +323,12 @@ def profile(
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
     refuse_without(Mode.sbd, modes, solver=solver, slide=slide)
     refuse_idle(modes, block_size=block_size)
+    with starting(model_name):
+        from setblock import benchmark as measure
+        from setblock import profiling
+        from setblock.generation import encode, settings_for
+        from setblock.records import Journal, machine_of
+
     texts = _texts(task, data, limit)
     request: dict[str, Any] = {"model": model_name, "task": task, "data": data, "limit": limit}
     request |= {"repeats": repeats, "prompt_length": prompt_length, "compile": compile.value}

@@ -260,7 +260,7 @@ def load_model(
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
     quiet_libraries()
-    with starting():
+    with starting(name):
         from transformers.utils import logging as transformers_logging
 
         from setblock.loading import load
@@ -278,8 +278,15 @@ def load_model(
         )
 
 
-def starting() -> Status:
-    """A spinner on a terminal, for the seconds that importing torch and transformers takes."""
+def starting(*models: str) -> Status:
+    """A spinner on a terminal, for the seconds that importing torch and transformers takes.
+
+    Raises: ModelError before that for a MODEL of a name that none can have.
+    """
+    from setblock.names import check
+
+    for model in models:
+        check(model)
     return err.status("starting")
 
 

@@ -155,7 +155,10 @@ def evaluate(
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
     """
-    with starting():
+    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed or None}
+    if not temperature and (useless := [name for name, value in sampled.items() if value]):
+        raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
+    with starting(*model_names):
         from setblock import evaluate as evaluation
         from setblock import nano
         from setblock.generation import settings_for
@@ -165,9 +168,6 @@ def evaluate(
         from setblock.scores import Sample, compare
         from setblock.tasks import load_items
 
-    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed or None}
-    if not temperature and (useless := [name for name, value in sampled.items() if value]):
-        raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
     models = {"models": model_names, "mask_token_id": mask_token_id}
     models |= {"dtype": dtype and dtype.value, "device": device}
     models |= {"compile": compile.value} if compile is not Compile.off else {}

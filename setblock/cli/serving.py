@@ -47,7 +47,7 @@ def export(
     the checkpoint's settings say; without, token by token. An adapter is folded into its base; a
     gated one is refused.
     """
-    with starting():
+    with starting(model_name):
         from setblock.export import export as write
 
     # As it is stored, where nothing is said.
@@ -149,7 +149,8 @@ def serve(
     """
     given: Any = {"mode": mode, "solver": solver, "block_size": block_size, "slide": slide}
     if engine is Engine.vllm:
-        from setblock.vllm.command import command
+        with starting(model_name):
+            from setblock.vllm.command import command
 
         ours = {"--device": device, "--json": as_json, "--pack": pack}
         ours["--compile"] = compile is not Compile.off
@@ -169,9 +170,10 @@ def serve(
     if name := next((name for name, value in theirs.items() if value), None):
         raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")
     try:
-        import uvicorn
+        with starting(model_name):
+            import uvicorn
 
-        from setblock.serve import build
+            from setblock.serve import build
     except ImportError as error:
         raise ImportError(
             f"serve needs more packages: pip install '.[serve]' in the checkout ({error})"

@@ -111,7 +111,7 @@ def speedup(
     """
     quiet_libraries()
     check_packages()
-    with starting():
+    with starting(model_name):
         from setblock.checkpoint import write_settings
         from setblock.records import new_record, save_record
         from setblock.run import TrainingRun

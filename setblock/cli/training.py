@@ -61,7 +61,7 @@ def prompts(
     Then: setblock train --model MODEL --data FILE --chat --answers model ... What a chat model
     writes where its chat template has the user speak is what it knows of its users.
     """
-    with starting():
+    with starting(model_name):
         from setblock.prompts import Sampling, write_prompts
 
     model = load_model(model_name, dtype, device, None)
@@ -229,7 +229,7 @@ def train(
 
     quiet_libraries()
     check_packages()
-    with starting():
+    with starting(*([model_name] if model_name else [])):
         from accelerate import PartialState
 
         from setblock.finetune import finetune
@@ -288,11 +288,11 @@ def merge(
     """Write a trained model as one checkpoint, an adapter folded into its base."""
     quiet_libraries()
     check_packages()
-    with starting():
-        from setblock.finetune import merge as fold
-
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty")
+    with starting(model_name):
+        from setblock.finetune import merge as fold
+
     model = load_model(model_name, "auto", "cpu", None, pack=Switch.off)
     if str(model.dtype) != f"torch.{dtype.value}":  # else they would be rounded twice
         del model

@@ -141,19 +141,20 @@ def tune(
     With both modes and the default solvers an item that picks is decoded five to eighteen times,
     the more the fewer there are, one that confirms four times.
     """
-    with starting():
-        from setblock import evaluate, nano
-        from setblock import tune as tuning
-        from setblock.checkpoint import BUNDLED
-        from setblock.loading import fingerprint_of
-        from setblock.records import Journal, machine_of
-        from setblock.tasks import TASKS, load_items, read_rows
     if not 0 <= max_drop < 100:
         raise ValueError(f"--max-drop must lie in 0..100 points, 100 left out, got {max_drop:g}")
-    target = tuning.Target(max_drop / 100, confidence, by)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
+    with starting(model_name):
+        from setblock import evaluate, nano
+        from setblock import tune as tuning
+        from setblock.loading import fingerprint_of
+        from setblock.names import BUNDLED
+        from setblock.records import Journal, machine_of
+        from setblock.tasks import TASKS, load_items, read_rows
+
+    target = tuning.Target(max_drop / 100, confidence, by)
     if write and (model_name in BUNDLED or not Path(model_name).is_dir()):
         raise ValueError(
             f"{model_name!r} is no checkpoint folder that the choice could be written into: name "

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from setblock.checkpoint import ModelError, any_of, checked_settings, read_settings
-from setblock.loading import LOAD_ERRORS, base_of, lasting, one_line, place_of
+from setblock.checkpoint import checked_settings, read_settings
+from setblock.loading import LOAD_ERRORS, base_of, place_of
+from setblock.names import ModelError, any_of, lasting, one_line
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 from setblock.vllm.requests import hindrance_to_sliding
