@@ -14,6 +14,11 @@ OBJECTIVES = ("sbd", "ntp")
 IDLE_BLOCKS = ("drop", "keep")
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU does; where it only imitates that, a step takes twenty times as long."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 # transformers' own fields hold values that their annotations exclude: no runtime type check.
 @no_type_check
 @dataclass
@@ -114,6 +119,9 @@ class SBDConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
+        on_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.bf16 is None and on_cpu and not multiplies_bfloat16():
+            self.bf16 = False  # trl's default is yes, on a CPU too
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {OBJECTIVES}, got {self.objective!r}")

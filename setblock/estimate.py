@@ -57,7 +57,8 @@ def estimate(trainer: SBDTrainer, done: int = 0) -> dict[str, Any]:
         _recompute(trainer)
         begin = time.perf_counter()
         try:
-            with trainer.compute_loss_context_manager():
+            # As accelerate runs the forwards of a model that it has prepared.
+            with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(network, batch)
             loss.backward()
         except torch.OutOfMemoryError as error:

@@ -144,6 +144,11 @@ def finetune(
         save_record(settings, settings_file)
         if checkpoint is not None:
             write_lines(log, lines)
+        elif log.exists():
+            say(
+                f"{log} is of a run that ended before its first checkpoint: {log.stem}-before.jsonl"
+            )
+            log.replace(log.with_name(f"{log.stem}-before.jsonl"))
     if checkpoint is not None and state is not None and finished:
         say(f"nothing left to train: {checkpoint} is the last step's, and is saved once more")
         _restore(trainer, checkpoint, state)

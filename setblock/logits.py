@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 # The settings that say how much, None or 1 where nothing is done.
-CAP = "final_logit_softcapping"
+CAP, CAP_IN_32_BITS = "final_logit_softcapping", ("beam",)
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
 # Of these one is divided by, but in networks of these kinds.
 DIVISOR, NO_DIVISOR = "logits_scaling", ("hyperclovax",)
@@ -22,11 +22,18 @@ def after_head(config: Any) -> Callable[[Tensor], Tensor]:
     name, value = _change(config)
     if name is None:
         return lambda logits: logits
+    if name == CAP and config.model_type in CAP_IN_32_BITS:
+        return lambda logits: (logits.float() / value).tanh() * value
     if name == CAP:
         return lambda logits: (logits / value).tanh() * value
     if name == DIVISOR and config.model_type not in NO_DIVISOR:
         return lambda logits: logits / value
     return lambda logits: logits * value
+
+
+def changes(config: Any) -> bool:
+    """Whether a setting says so."""
+    return _change(config)[0] is not None
 
 
 @contextmanager
@@ -36,8 +43,8 @@ def left_alone(network: Any) -> Iterator[None]:
     if name is None:
         yield
         return
-    owners = (network.config, network, network.get_decoder())
-    told = [one for one in owners if name in vars(one)]
+    # Whichever module has copied it, behind whatever peft has put around the network.
+    told = [one for one in (network.config, *network.modules()) if vars(one).get(name) == value]
     for one in told:
         setattr(one, name, None if name == CAP else 1.0)
     try:

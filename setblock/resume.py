@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
@@ -14,7 +15,7 @@ from setblock.files import write_whole
 # What is not for the hub: its upload leaves out what begins with an underscore.
 OWN_FOLDER = "_run"
 # What a finished run leaves: another one must not mix with it.
-LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json", "log.jsonl")
+LEFT = ("adapter_config.json", "model.safetensors", "model.safetensors.index.json")
 PREFIX = "checkpoint-"
 
 
@@ -48,6 +49,8 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
         hint = ""
         if any((folder / OWN_FOLDER / f"{own}.jsonl").exists() for own in ("answers", "prompts")):
             hint = "; without --resume the same command goes on with what the model wrote"
+        elif folder.exists():
+            hint = "; without --resume the same command begins anew"
         raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
     broken = []
     for checkpoint in found:
@@ -71,12 +74,19 @@ def _lack(checkpoint: Path) -> str | None:
         return "whole trainer_state.json: a stop cut it short"
     if not any([*checkpoint.glob("optimizer*"), *checkpoint.glob("global_step*")]):  # DeepSpeed's
         return "optimizer state (save_only_model)"
-    cut = [file.name for file in checkpoint.glob("*.safetensors") if not _is_whole(file)]
+    if (checkpoint / "optimizer.pt").is_file():  # else weights and states may be in parts
+        for kind in ("*.safetensors", "scheduler.pt", "rng_state*.pth"):
+            if not any(checkpoint.glob(kind)):
+                return kind
+    files = (one for kind in ("*.safetensors", "*.pt", "*.pth") for one in checkpoint.glob(kind))
+    cut = sorted(file.name for file in files if not _is_whole(file))
     return f"whole {cut[0]}" if cut else None
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether safetensors are as long as they say; a full disk leaves less."""
+    """Whether a file of tensors is as long as it says; a full disk leaves less."""
+    if file.suffix != ".safetensors":
+        return is_zipfile(file)  # torch's, whose table of contents comes last
     try:
         with safe_open(file, framework="pt"):
             return True
@@ -93,7 +103,10 @@ def is_finished(state: TrainerState, config: SBDConfig) -> bool:
     """Whether a run of these settings ends where this state is."""
     if config.max_steps > 0:
         return state.global_step >= config.max_steps
-    return bool(state.epoch) and state.epoch >= config.num_train_epochs
+    # A part of an epoch has whole steps.
+    epochs = config.num_train_epochs
+    whole = epochs == int(epochs) or state.global_step >= state.max_steps
+    return bool(state.epoch) and state.epoch >= epochs and whole
 
 
 def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:

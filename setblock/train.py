@@ -9,12 +9,14 @@ of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setb
 import copy
 import gc
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, is_peft_model
@@ -22,6 +24,8 @@ from datasets import Dataset, IterableDataset
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
@@ -44,6 +48,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.masks import CLEAN, WholeRows
 from setblock.model import Model, ends_of
+from setblock.resume import read_state
 from setblock.timelimit import TimeLimit
 from setblock.totals import Totals
 from setblock.views import label_scores
@@ -70,8 +75,30 @@ def loss_sum(state: TrainerState) -> float | None:
     return kept.get(KEPT, {}).get("loss_sum")
 
 
+class ByLength(LengthGroupedSampler):
+    """transformers' order by length, which follows from the seed and the epoch alone.
+
+    Its own depends on what was drawn before: another one in an epoch that is gone on with.
+    """
+
+    def __init__(self, sampler: LengthGroupedSampler, seed: int) -> None:
+        super().__init__(sampler.batch_size, lengths=sampler.lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """accelerate's loaders call it."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        key = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+        self.generator = torch.Generator().manual_seed(key)
+        return super().__iter__()
+
+
 class _Clock(TrainerCallback):
-    """Stops the clock of tokens per second behind each optimizer step; begins the sum of losses."""
+    """Stops the clock of tokens per second behind each optimizer step; begins the sum of losses;
+    counts the passes over the data.
+    """
 
     def __init__(self, trainer: "SBDTrainer") -> None:
         self.trainer = trainer
@@ -79,6 +106,10 @@ class _Clock(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._loss_sum = loss_sum(state)
         self.trainer._loss.zero_()
+        self.trainer._pass = -1
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer._pass += 1
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._totals["train"].stop()
@@ -195,14 +226,36 @@ class SBDTrainer(SFTTrainer):
         self._last_means: dict[str, float] = {}
         # Of the steps so far, None if unknown; and of those since it was last brought up to date.
         self._loss_sum: float | None = 0.0
+        self._pass = 0  # over the data, since training began
         self._loss = torch.zeros((), device=self.accelerator.device)
         self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
         self._totals = {
             mode: Totals(self.accelerator.device, args.max_block_size) for mode in ("train", "eval")
         }
 
+    def _refuse_later_passes(self, resume: str | bool | None) -> None:
+        if isinstance(self.train_dataset, Sized) or not resume:
+            return
+        place = get_last_checkpoint(str(self.args.output_dir)) if resume is True else resume
+        epoch = None if place is None else read_state(Path(place)).epoch
+        if epoch is not None and epoch > 1:
+            raise ValueError(
+                f"resume: {place} is of pass {math.ceil(epoch)} over a stream, which transformers "
+                "can't find its place in: only the first can be gone on with"
+            )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return ByLength(sampler, self.args.data_seed or self.args.seed)
+        return sampler
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """trl's own; with torch_compile in kernels of one layer for all layers like it."""
+        """trl's own; with torch_compile in kernels of one layer for all layers like it.
+
+        Raises: ValueError for a stream that is to be gone on with behind its first pass.
+        """
+        self._refuse_later_passes(kwargs.get("resume_from_checkpoint", args[0] if args else None))
         if not self.args.torch_compile:
             return super().train(*args, **kwargs)
         backend, mode = str(self.args.torch_compile_backend), self.args.torch_compile_mode
@@ -214,7 +267,8 @@ class SBDTrainer(SFTTrainer):
     ) -> tuple[list, Tensor | int | None]:
         """(the micro-batches of one optimizer step with their views, their labels over all ranks).
 
-        The step and the epoch come from the trainer's state, which a resumed run restores.
+        The step and the epoch come from the trainer's state, which a resumed run restores; of a
+        stream that counts shares of max_steps, and is resumed in its first pass alone.
         """
         self._totals["train"].start()
         batches = list(islice(epoch_iterator, num_batches))
@@ -223,8 +277,9 @@ class SBDTrainer(SFTTrainer):
             self.args.seed, step, self.args.min_block_size, self.args.max_block_size
         )
         count = torch.zeros((), dtype=torch.long, device=device)
+        epoch = int(self.state.epoch or 0) if isinstance(self.train_dataset, Sized) else self._pass
         for batch in batches:
-            batch["view"] = self._view(batch, int(self.state.epoch or 0), block_size)
+            batch["view"] = self._view(batch, epoch, block_size)
             batch["block_size"] = block_size
             count += batch["view"].supervised.sum()
         if self.args.world_size > 1:
@@ -299,6 +354,8 @@ class SBDTrainer(SFTTrainer):
         knows only those since.
         """
         self._keep_loss()
+        if "train_runtime" in logs:
+            self.model.train()  # an evaluation may have come last
         if logs.pop("train_loss", None) is not None and self._loss_sum is not None:
             logs["train_loss"] = self._loss_sum / self.state.global_step
         mode = "train" if self.model.training else "eval"

@@ -45,6 +45,10 @@ class SaveOnSignal(TrainerCallback):
         if self.stopped:
             control.should_save = control.should_training_stop = True
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.stopped and (state.epoch or 0) % 1:  # else the epoch is over
+            control.should_evaluate = False  # a run without a stop has nothing to compare it with
+
     def on_train_end(self, args, state, control, **kwargs):
         self.restore()
 

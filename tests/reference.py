@@ -160,7 +160,8 @@ def _hidden(model, text: list[int], block: list[int]):
 
 def _scores(model, logits, hidden, before: int) -> dict[int, float]:
     """What a chain makes of a slot's likeliest tokens, given the token before it."""
-    embedding, chain = model.network.get_input_embeddings().weight, model.chain
+    chain, everything = model.chain, torch.arange(len(logits))
+    embedding = model.network.get_input_embeddings()(everything).detach()  # some scale it
     normed, word = (
         vector / (vector.pow(2).mean() + torch.finfo().eps).sqrt()
         for vector in (hidden, embedding[before])

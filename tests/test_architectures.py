@@ -95,6 +95,15 @@ def test_logits_that_the_output_layer_does_not_make_are_no_training(
         trial.check_head(model, chain)
 
 
+def test_a_setting_that_a_network_does_not_know_is_no_training(tmp_path) -> None:
+    """Another family's: a step's scores would be scaled, and the network's logits are not."""
+    model = made("llama", tmp_path)
+    trial.check_head(model)
+    model.network.config.logit_scale = 0.0625
+    with pytest.raises(ModelError, match=r"^llama can't be trained: its logits are not its output"):
+        trial.check_head(model)
+
+
 def test_logits_that_a_network_goes_on_changing_are_no_training(tmp_path, monkeypatch) -> None:
     """As if it kept the number somewhere else: a step's scores would be changed."""
     model = made("granite", tmp_path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
 
 from setblock.adapters import no_chain, with_chain
 from setblock.head import LabelScores, Targets, scoring
-from setblock.logits import after_head, left_alone
+from setblock.logits import after_head, changes, left_alone
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -89,6 +90,7 @@ def test_chunks_are_the_whole(model, chunk_size, taught):
         assert torch.allclose(gradient, wanted, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
 @pytest.mark.parametrize("kind", CHANGES)
 def test_what_a_network_does_to_its_logits_comes_back(kind):
     """Within, no score is scaled or capped; a step that fails leaves the network as it was."""
@@ -97,8 +99,13 @@ def test_what_a_network_does_to_its_logits_comes_back(kind):
     said = model.lm_head(model.get_decoder()(input_ids=tokens).last_hidden_state)
     assert not torch.allclose(said, before, rtol=0.1)
     assert torch.equal(after_head(model.config)(said), before)
+    assert changes(model.config)
     with left_alone(model):
         assert torch.equal(model(input_ids=tokens).logits, said)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # changes nothing yet
+    assert torch.equal(adapted(input_ids=tokens).logits, before)
+    with left_alone(adapted):
+        assert torch.equal(adapted(input_ids=tokens).logits, said)
     with pytest.raises(RuntimeError), left_alone(model):
         raise RuntimeError
     assert torch.equal(model(input_ids=tokens).logits, before)

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from trainers import config
 from transformers import TrainerState
 
-from setblock.resume import check_settings, kept_lines, last_checkpoint, write_lines
+from setblock.resume import (
+    check_settings,
+    is_finished,
+    kept_lines,
+    last_checkpoint,
+    write_lines,
+)
 
 
 def made(folder: Path, *steps: int) -> Path:
@@ -16,21 +23,55 @@ def made(folder: Path, *steps: int) -> Path:
     for step in steps:
         place = folder / f"checkpoint-{step}"
         place.mkdir(parents=True)
-        (place / "optimizer.pt").touch()
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            torch.save({"a": torch.zeros(100)}, place / name)
+        save_file({"a": torch.zeros(100)}, place / "model.safetensors")
         TrainerState(global_step=step).save_to_json(str(place / "trainer_state.json"))
     return folder
 
 
-def test_a_checkpoint_whose_weights_were_cut_short_is_passed_over(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.safetensors", "*.safetensors"),
+        ("optimizer.pt", "optimizer state (save_only_model)"),
+        ("scheduler.pt", "scheduler.pt"),
+        ("rng_state.pth", "rng_state*.pth"),
+    ],
+)
+def test_a_checkpoint_whose_files_were_cut_short_is_passed_over(tmp_path, name, kind) -> None:
     folder, said = made(tmp_path / "out", 2, 4), []
-    for step in (2, 4):
-        file = folder / f"checkpoint-{step}" / "model.safetensors"
-        save_file({"a": torch.zeros(100)}, file)
+    file = folder / "checkpoint-4" / name
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-4"
     file.write_bytes(file.read_bytes()[:-1])
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
-    told = f"going on from {folder}/checkpoint-2: checkpoint-4 has no whole model.safetensors"
-    assert said == [told]
+    file.unlink()
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
+    start = f"going on from {folder}/checkpoint-2: checkpoint-4 has no"
+    assert said == [f"{start} whole {name}", f"{start} {kind}"]
+
+
+def test_a_checkpoint_in_parts_is_whole(tmp_path) -> None:
+    """Weights and optimizer of FSDP lie in folders."""
+    folder = made(tmp_path, 2)
+    for name in ("model.safetensors", "optimizer.pt"):
+        (folder / "checkpoint-2" / name).unlink()
+    (folder / "checkpoint-2" / "optimizer_0").mkdir()
+    assert last_checkpoint(folder, True, print) == folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "state", "finished"),
+    [
+        (2, {"epoch": 2.0, "global_step": 6, "max_steps": 9}, True),
+        (3, {"epoch": 2.0, "global_step": 6, "max_steps": 6}, False),
+        (0.7, {"epoch": 0.8, "global_step": 2, "max_steps": 3}, False),
+        (0.7, {"epoch": 1.0, "global_step": 3, "max_steps": 3}, True),
+    ],
+)
+def test_a_part_of_an_epoch_has_whole_steps(tmp_path, epochs, state, finished) -> None:
+    asked = config(tmp_path, max_steps=-1, num_train_epochs=epochs)
+    assert is_finished(TrainerState(**state), asked) == finished
 
 
 @pytest.mark.parametrize("left", [None, "", '{"epoch": 0.4, "glo', "[1]"])
@@ -58,9 +99,11 @@ def test_a_new_run_mixes_with_no_other(tmp_path) -> None:
     assert last_checkpoint(tmp_path / "none", False, print) is None
     with pytest.raises(ValueError, match=r"holds an earlier run \(.*checkpoint-3\): go on with"):
         last_checkpoint(made(tmp_path, 3), False, print)
-    (tmp_path / "log.jsonl").touch()
-    with pytest.raises(ValueError, match=r"holds an earlier run \(log\.jsonl\)"):
-        last_checkpoint(tmp_path, False, print)
+    (tmp_path / "died").mkdir()
+    (tmp_path / "died" / "log.jsonl").touch()  # before its first checkpoint
+    assert last_checkpoint(tmp_path / "died", False, print) is None
+    with pytest.raises(ValueError, match="without --resume the same command begins anew"):
+        last_checkpoint(tmp_path / "died", True, print)
 
 
 def test_settings_of_an_earlier_version_lack_what_is_new(tmp_path) -> None:

@@ -5,14 +5,17 @@ import re
 import shutil
 import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from trainings import QUICK, ROWS, kill, one_line, run, train
+from transformers import TrainerControl, TrainerState
 
 from setblock.finetune import finetune
 from setblock.run import TrainingRun
+from setblock.watch import SaveOnSignal
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -109,7 +112,7 @@ def test_resume_is_as_if_nothing_had_happened(
         shutil.rmtree(file)
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", *base, "--output-dir", tmp_path / "straight")
-    assert "holds an earlier run (adapter_config.json, log.jsonl)" in one_line(capsys)
+    assert "holds an earlier run (adapter_config.json)" in one_line(capsys)
     # stopped by a signal after its first step
     stop = threading.Event()
     monkeypatch.setattr("setblock.watch.SaveOnSignal.on_step_begin", lambda *a, **k: kill(stop))
@@ -209,6 +212,42 @@ def test_resume_keeps_its_settings(checkpoint, rows, tmp_path, monkeypatch, caps
     summary = json.loads(capsys.readouterr().out)
     assert (summary["steps"], summary["train_loss"]) == (4, None)
     assert not any("train_loss" in line for line in summary["log"])
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(
+    checkpoint, rows, tmp_path, monkeypatch
+) -> None:
+    said: list[str] = []
+    asked = TrainingRun(str(checkpoint("llama")), [str(rows)], tmp_path / "o")
+    words = [*QUICK.split(), "--logging-steps", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("setblock.train.SBDTrainer._save_checkpoint", died)
+        with pytest.raises(RuntimeError):
+            finetune(asked, [*words, "--save-steps", "2"])
+    log = tmp_path / "o" / "log.jsonl"
+    before = log.read_text()
+    assert '"step": 1' in before
+    finetune(asked, words, said.append)
+    assert any("ended before its first checkpoint: log-before.jsonl" in line for line in said)
+    assert (tmp_path / "o" / "log-before.jsonl").read_text() == before
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == [1, 2, 3, 3]
+
+
+def died(*words, **more):
+    raise RuntimeError
+
+
+@pytest.mark.parametrize(("epoch", "asked"), [(1.5, False), (2.0, True)])
+def test_a_stop_within_an_epoch_evaluates_nothing(epoch, asked) -> None:
+    """Else the best model could be one that a run without a stop never compares."""
+    signals, control = SaveOnSignal(), TrainerControl(should_evaluate=True)
+    args: Any = None
+    signals.on_epoch_end(args, TrainerState(epoch=epoch), control)
+    assert control.should_evaluate
+    signals.stopped = "SIGTERM"
+    signals.on_epoch_end(args, TrainerState(epoch=epoch), control)
+    assert control.should_evaluate == asked
 
 
 def test_resume_needs_a_checkpoint(checkpoint, rows, tmp_path) -> None:

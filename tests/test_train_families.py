@@ -11,7 +11,7 @@ from layouts import decoding_layout
 from trainers import RECOMPUTING, config, samples
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from setblock import adapters
+from setblock import adapters, gated
 from setblock.architectures import TESTED, attention_mask
 from setblock.model import Model
 from setblock.train import SBDTrainer
@@ -64,13 +64,15 @@ def alone(network: Any, text: list[int], start: int) -> torch.Tensor:
     end = len(text)
     layout = decoding_layout(torch.arange(end)[None], torch.tensor([start]), torch.tensor([end]))
     mask = attention_mask(network, layout, layout)
-    ids = torch.tensor([text])
-    return network(input_ids=ids, position_ids=layout.position, attention_mask=mask).logits[0]
+    given = {"input_ids": torch.tensor([text]), "position_ids": layout.position}
+    with gated.opened(network, layout, layout) as told:
+        return network(**given, attention_mask=mask, **told).logits[0]
 
 
-def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path) -> None:
-    """Labels of both halves, of rows of several lengths."""
-    run, [batch] = trained(random_model, tmp_path, "full")
+@pytest.mark.parametrize("method", ["full", "gated"])
+def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path, method) -> None:
+    """Labels of both halves, of an adapter that of masks, of rows of several lengths."""
+    run, [batch] = trained(random_model, tmp_path, method)
     view = batch["view"]
     place, block = view.layout.position, view.layout.block
     expected, kinds = [], []
@@ -88,7 +90,10 @@ def test_a_step_scores_what_forwards_of_a_block_predict(random_model, tmp_path) 
             expected.append(-said[view.labels[row, column]])
             kinds.append(column < view.num_clean)
     torch.testing.assert_close(nats, torch.stack(expected), atol=1e-3, rtol=1e-3)
-    assert 5 <= sum(kinds) <= len(kinds) - 5
+    assert 5 <= len(kinds) - sum(kinds)
+    assert (sum(kinds) >= 5) == (method == "full"), (
+        "the clean half of a gated adapter is its base's"
+    )
 
 
 def gradients(run: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
