@@ -164,6 +164,7 @@ def _load_whole(
                 dtype=dtype,
                 attn_implementation=own_attention(config),
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named below
                 **(_four_bit(dtype, device) if four_bit else {}),
                 **part,
                 **origin,
@@ -176,6 +177,12 @@ def _load_whole(
             raise
         remedy = f"; delete {source} to unpack it again" if name == SMOLLM2 else ""
         raise ModelError(f"can't load {name!r}: {one_line(error)}{remedy}") from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, stored, expected = mismatched[0]
+        raise ModelError(
+            f"{name!r} has {len(mismatched)} weights of other shapes than its config.json says, "
+            f"among them {key!r}: {list(stored)}, and not {list(expected)}"
+        )
     if missing := sorted(info["missing_keys"]):
         tied = missing == ["lm_head.weight"]
         remedy = "; if it is its input embedding, set tie_word_embeddings to true in config.json"

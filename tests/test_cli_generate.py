@@ -186,6 +186,19 @@ def test_a_warm_up_fits_where_the_answer_fits(run, checkpoint, tmp_path):
     assert run("generate", folder, *words).code == 0
 
 
+@pytest.mark.parametrize(("mode", "room"), [("ntp", 10), ("sbd", 8)])
+def test_an_answer_ends_where_the_context_does(run, checkpoint, tmp_path, mode, room):
+    """Where nobody says how long it may be; in whole blocks."""
+    folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 12}))
+    words = ["--prompt-ids", "5,6", "--mode", mode, "--ignore-eos"]
+    words += ["--block-size", "4"] if mode == "sbd" else []
+    assert run("generate", folder, *words, "--json").json["num_tokens"] == room
+    error = run("generate", folder, *words, "--max-new-tokens", "256").error
+    assert f"at most {room} new ones fit behind it" in error
+
+
 def test_weights_that_are_no_numbers(run, checkpoint, tmp_path):
     folder = tmp_path / "broken"
     model = loading.load(checkpoint("llama", settings={"trained": True}))

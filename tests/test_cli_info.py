@@ -72,7 +72,8 @@ def test_other_defaults_are_those_that_help_states(run, trained):
     assert (answer["mode"], answer["solver"], answer["block_size"]) == ("sbd", "entropy:0.1", 16)
     shown = " ".join(run("generate", "--help").out.replace("│", " ").split())
     for words in (
-        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks.",
+        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks "
+        "and no option of blocks is given.",
         "Default: the checkpoint's, else entropy:0.1.",
         "Default: the checkpoint's, else 16.",
         "Default: the checkpoint's, else float32 on a CPU and bfloat16 elsewhere, float16 on GPUs",

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import made
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     CohereConfig,
     Gemma3TextConfig,
@@ -109,6 +111,21 @@ def test_what_a_network_does_to_its_logits_comes_back(kind):
     with pytest.raises(RuntimeError), left_alone(model):
         raise RuntimeError
     assert torch.equal(model(input_ids=tokens).logits, before)
+
+
+@pytest.mark.parametrize("family", ["beam", "gemma2"])
+def test_logits_are_capped_in_the_type_that_the_network_does_it_in(family, tmp_path):
+    if family not in CONFIG_MAPPING:
+        pytest.skip("of a newer transformers")
+    small: Any = made(family, tmp_path).network.config
+    small.final_logit_softcapping = 8.0
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).eval()
+    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        said = model.lm_head(model.get_decoder()(input_ids=tokens).last_hidden_state)
+        assert torch.equal(after_head(small)(said), model(input_ids=tokens).logits)
 
 
 def test_head_is_put_back():

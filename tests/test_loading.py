@@ -1,5 +1,6 @@
 """From a name to a model: folders, settings, GGUF files, and what is refused."""
 
+import json
 import re
 import shutil
 from contextlib import nullcontext
@@ -100,6 +101,15 @@ def test_incomplete_and_broken_folders(checkpoint, tmp_path):
         load(folder)
     with pytest.raises(ModelError, match="no model"):
         load(folder / "config.json")
+
+
+def test_a_checkpoint_whose_weights_have_other_shapes(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "intermediate_size": 24}))
+    message = r"has 6 weights of other shapes than its config\.json says, among them 'model\.layers"
+    with pytest.raises(ModelError, match=message):
+        load(folder)
 
 
 def test_a_checkpoint_that_lacks_weights(checkpoint, tmp_path):

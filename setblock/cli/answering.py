@@ -91,7 +91,12 @@ def generate(
     mode: ModeOption = None,
     solver: SolverOption = None,
     block_size: BlockSizeOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Generated tokens at most. Default: 256, or fewer where the context ends before."
+        ),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -135,7 +140,7 @@ def generate(
         "mode": mode.value if mode else None,
         "solver": solver,
         "block_size": block_size,
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": 256 if max_new_tokens is None else max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -157,6 +162,10 @@ def generate(
     if not settings.copies_alone:
         warn_unfit(model, settings.mode)
     ids = encode(model, [asked], chat=chat)
+    room = (model.context_length - len(ids[0])) // settings.stride * settings.stride
+    if max_new_tokens is None and 0 < room < settings.max_new_tokens:
+        options["max_new_tokens"] = room
+        settings = settings_for(model, **options)
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if mode is None and settings.mode == "ntp" and not model.trained:
         err.print(

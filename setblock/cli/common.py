@@ -103,7 +103,8 @@ ModeOption = Annotated[
     typer.Option(
         help="sbd: blocks. ntp: token by token. verified: blocks that give exactly the tokens of "
         "ntp (in float32; rounding in bfloat16 can change some, --lenience below 1 does). "
-        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks.",
+        "Default: the checkpoint's, else sbd, or ntp where a model was never trained for blocks "
+        "and no option of blocks is given.",
         rich_help_panel=DECODING,
     ),
 ]

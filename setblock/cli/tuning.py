@@ -187,7 +187,8 @@ def tune(
     refuse_without("sbd", tried.modes, solver=solver or None, slide=slide)
     model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
     if not model.trained:  # else what is tried is measured
-        warn_unfit(model, "sbd")
+        for one in tried.modes:
+            warn_unfit(model, one)
     model.told.update(tuning.MODES)
     tried.check(model)
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens}
