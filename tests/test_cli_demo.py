@@ -6,7 +6,7 @@ import pytest
 from conftest import SHORT
 from fakes import TableModel
 
-from setblock import loading, nano
+from setblock import names, nano
 from setblock.cli import answering as answering_commands
 
 
@@ -101,7 +101,7 @@ def test_demo_of_chosen_modes(run, answering):
 def test_demo_shows_the_mode_of_the_model(run, checkpoint, own, shown, monkeypatch):
     monkeypatch.setitem(answering_commands.QUESTIONS, "mine", ["hi", "go"])
     folder = checkpoint("llama", settings={"trained": True, "mode": own})
-    monkeypatch.setattr(loading, "place_of", lambda name: folder)
+    monkeypatch.setitem(names.BUNDLED, "mine", folder)
     answer = run("demo", "--model", "mine", "--json").json
     assert [total["mode"] for total in answer["totals"]] == shown
     assert [one["prompt"] for one in answer["answers"]] == ["hi", "hi", "go", "go"]
