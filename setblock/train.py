@@ -9,14 +9,12 @@ of all its micro-batches and ranks; the loss is eq. 14 of arXiv:2509.04185 (setb
 import copy
 import gc
 import json
-import math
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, is_peft_model
@@ -25,7 +23,6 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import get_last_checkpoint
 
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTTrainer, pack_dataset  # pyright: ignore[reportPrivateImportUsage]
@@ -48,7 +45,7 @@ from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
 from setblock.masks import CLEAN, WholeRows
 from setblock.model import Model, ends_of
-from setblock.resume import read_state
+from setblock.order import ByLength, refuse_later_passes
 from setblock.timelimit import TimeLimit
 from setblock.totals import Totals
 from setblock.views import label_scores
@@ -73,26 +70,6 @@ def loss_sum(state: TrainerState) -> float | None:
         return 0.0
     kept: Any = state.stateful_callbacks  # a dict, whatever its annotation says
     return kept.get(KEPT, {}).get("loss_sum")
-
-
-class ByLength(LengthGroupedSampler):
-    """transformers' order by length, which follows from the seed and the epoch alone.
-
-    Its own depends on what was drawn before: another one in an epoch that is gone on with.
-    """
-
-    def __init__(self, sampler: LengthGroupedSampler, seed: int) -> None:
-        super().__init__(sampler.batch_size, lengths=sampler.lengths)
-        self.seed, self.epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """accelerate's loaders call it."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        key = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
-        self.generator = torch.Generator().manual_seed(key)
-        return super().__iter__()
 
 
 class _Clock(TrainerCallback):
@@ -233,21 +210,11 @@ class SBDTrainer(SFTTrainer):
             mode: Totals(self.accelerator.device, args.max_block_size) for mode in ("train", "eval")
         }
 
-    def _refuse_later_passes(self, resume: str | bool | None) -> None:
-        if isinstance(self.train_dataset, Sized) or not resume:
-            return
-        place = get_last_checkpoint(str(self.args.output_dir)) if resume is True else resume
-        epoch = None if place is None else read_state(Path(place)).epoch
-        if epoch is not None and epoch > 1:
-            raise ValueError(
-                f"resume: {place} is of pass {math.ceil(epoch)} over a stream, which transformers "
-                "can't find its place in: only the first can be gone on with"
-            )
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
-            return ByLength(sampler, self.args.data_seed or self.args.seed)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return ByLength(sampler, seed)
         return sampler
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +222,9 @@ class SBDTrainer(SFTTrainer):
 
         Raises: ValueError for a stream that is to be gone on with behind its first pass.
         """
-        self._refuse_later_passes(kwargs.get("resume_from_checkpoint", args[0] if args else None))
+        resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        if resume and not isinstance(self.train_dataset, Sized):
+            refuse_later_passes(str(self.args.output_dir), resume)
         if not self.args.torch_compile:
             return super().train(*args, **kwargs)
         backend, mode = str(self.args.torch_compile_backend), self.args.torch_compile_mode

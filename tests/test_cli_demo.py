@@ -7,7 +7,7 @@ from conftest import SHORT
 from fakes import TableModel
 
 from setblock import names, nano
-from setblock.cli import answering as answering_commands
+from setblock.cli import showing
 
 
 def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, monkeypatch):
@@ -99,7 +99,7 @@ def test_demo_of_chosen_modes(run, answering):
     ("own", "shown"), [("verified", ["ntp", "verified"]), ("ntp", ["ntp", "sbd"])]
 )
 def test_demo_shows_the_mode_of_the_model(run, checkpoint, own, shown, monkeypatch):
-    monkeypatch.setitem(answering_commands.QUESTIONS, "mine", ["hi", "go"])
+    monkeypatch.setitem(showing.QUESTIONS, "mine", ["hi", "go"])
     folder = checkpoint("llama", settings={"trained": True, "mode": own})
     monkeypatch.setitem(names.BUNDLED, "mine", folder)
     answer = run("demo", "--model", "mine", "--json").json

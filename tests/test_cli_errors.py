@@ -219,7 +219,7 @@ def test_a_signal_while_decoding(run, trained, monkeypatch, command, as_json, nu
 
     before = signal.getsignal(number)
 
-    for commands in (cli.answering, cli.measuring):
+    for commands in (cli.answering, cli.showing, cli.measuring):
         monkeypatch.setattr(commands, "warm_up", lambda model, mode: None)
     monkeypatch.setattr(generation.DecodeState, "step", interrupted)
     result = run(command, *words, *["--json"] * as_json)

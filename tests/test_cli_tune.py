@@ -108,6 +108,19 @@ def test_command_on_a_benchmark(run, checkpoint, tmp_path, monkeypatch):
     assert record["results"][0]["confirmed_on"] == 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("sbd", "poor text"), ("verified", "no speed-up but from copies")]
+)
+def test_an_untrained_model_is_warned_of_what_is_tried(run, checkpoint, tmp_path, mode, expected):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(4)))
+    words = ("--task", "prompts", "--data", data, "--max-new-tokens", "4", "--no-write")
+    result = run("tune", checkpoint("llama"), *words, "--mode", mode, "--by", "forwards", "--json")
+    [warning] = [line for line in result.err.splitlines() if line.startswith("warning: ")]
+    assert f"; expect {expected}" in warning
+    assert f" in mode {mode}" in warning
+
+
 def test_command_on_prompts(run, tmp_path, items, monkeypatch):
     """Nothing lost, nothing judged: what is drafted goes into the checkpoint, and is used."""
     folder = shutil.copytree(BUNDLED["nano"], tmp_path / "copy")

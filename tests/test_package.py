@@ -49,7 +49,7 @@ LEVELS = (
     ),
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels"),
     ("graphs",),
-    ("model", "totals", "timelimit"),
+    ("model", "totals", "timelimit", "order"),
     ("trial",),
     ("loading", "decode", "pieces", "views", "export"),
     ("verified", "likelihood", "train"),

@@ -7,7 +7,7 @@ import torch
 from networks import load
 
 import setblock
-from setblock.cli.answering import QUESTIONS
+from setblock.cli.showing import QUESTIONS
 from setblock.generation import settings_for
 from setblock.names import BUNDLED
 

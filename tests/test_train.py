@@ -25,7 +25,6 @@ from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock import adapters, loading, objective
 from setblock.batches import Collator
-from setblock.estimate import estimate
 from setblock.masks import CLEAN, PADDING, visible
 from setblock.names import ModelError
 from setblock.train import SBDTrainer
@@ -65,65 +64,6 @@ def test_logged_loss_is_the_mean_over_all_labels(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("order", ["random", "group_by_length"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_resume_changes_nothing(tmp_path, shape, order):
-    # 8 rows in micro-batches of 2, two a step: an epoch is 2 steps, so that 3 is inside the second.
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 6,
-        "save_steps": 3,
-        "save_strategy": "steps",
-        "optim": "adamw_torch",
-        "train_sampling_strategy": order,
-    }
-    straight = trainer(tmp_path, net=network(shape), **options)
-    straight.train()
-    resumed = trainer(tmp_path, net=network(shape), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for name in ("loss", "ntp_loss", "matp_loss", "mask_ratio", "block_size"):
-        assert logged(resumed, name) == logged(straight, name)
-    assert torch.equal(weights(resumed), weights(straight))
-
-
-def test_each_epoch_has_an_order_by_length_of_its_own(tmp_path):
-    rows, given = samples(40), {"train_sampling_strategy": "group_by_length", "use_cpu": True}
-    orders = []
-    for seed, epoch in ((1, 0), (1, 1), (1, 0), (2, 0)):
-        sampler = trainer(tmp_path, rows, seed=seed, **given)._get_train_sampler()
-        sampler.set_epoch(epoch)
-        torch.rand(3)  # whatever else draws
-        orders.append(list(sampler))
-        assert sorted(orders[-1]) == list(range(40))
-    assert orders[0] == orders[2]
-    assert orders[0] != orders[1]
-    assert orders[0] != orders[3]
-
-
-def test_each_pass_over_a_stream_has_noise_of_its_own(tmp_path, monkeypatch):
-    keys: list[tuple[int, list]] = []
-    drawn = objective.draw_batch_noise
-
-    def noted(seed, epoch, ids, *rest):
-        keys.append((epoch, [one for [one] in ids]))
-        return drawn(seed, epoch, ids, *rest)
-
-    monkeypatch.setattr(objective, "draw_batch_noise", noted)
-    rows = Dataset.from_list(samples(4)).add_column("sample_id", list(range(4)))
-    options = {"per_device_train_batch_size": 2, "max_steps": 5, "save_strategy": "steps"}
-    stream: Any = rows.to_iterable_dataset()
-    run = trainer(tmp_path, stream, **options, save_steps=1)
-    run.train()
-    assert keys == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3]), (2, [0, 1])]
-    again = trainer(tmp_path, stream, **options)
-    with pytest.raises(ValueError, match=r"checkpoint-3 is of pass 2 over a stream"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    keys.clear()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert keys == [(0, [2, 3]), (1, [0, 1]), (1, [2, 3]), (2, [0, 1])]
-
-
 def test_the_closing_line_is_of_training(tmp_path):
     """Though an evaluation came last."""
     own = Dataset.from_list(samples(2))
@@ -135,29 +75,6 @@ def test_the_closing_line_is_of_training(tmp_path):
     assert "train_runtime" in last
     assert last["matp_loss"] > 0
     assert not any(name.startswith("eval_") for name in last)
-
-
-def test_on_a_processor_that_imitates_bfloat16_it_is_not_the_default(tmp_path, monkeypatch):
-    for there in (True, False):
-        monkeypatch.setattr("setblock.config.multiplies_bfloat16", lambda there=there: there)
-        chosen = [config(tmp_path, bf16=given).bf16 for given in (None, True, False)]
-        assert chosen == [there, True, False]
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_step_is_tried_in_the_types_that_it_will_run_in(tmp_path, monkeypatch, bf16):
-    run, seen = trainer(tmp_path, bf16=bf16), []
-    monkeypatch.setattr(run.model, "forward", forward_of(run.model.forward, seen))
-    estimate(run)
-    assert seen == [bf16]
-
-
-def forward_of(own, seen):
-    def forward(*words, **given):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return own(*words, **given)
-
-    return forward
 
 
 def test_block_size_belongs_to_the_step_and_noise_to_the_epoch(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import typer
+from typer.models import CommandInfo
 
 from setblock.cli import (
     answering,
@@ -17,6 +18,7 @@ from setblock.cli import (
     planning,
     reporting,
     serving,
+    showing,
     speeding,
     training,
     tuning,
@@ -24,7 +26,7 @@ from setblock.cli import (
 from setblock.cli.common import app, fail
 from setblock.signals import Stopped, stop_at_once, told
 
-# What `setblock --help` lists together.
+# What `setblock --help` lists together, in this order.
 PANELS = {
     "Use a model": ("generate", "demo", "info", "serve"),
     "Train one": ("speedup", "train", "prompts", "merge", "export"),
@@ -32,9 +34,16 @@ PANELS = {
     "Choose settings": ("tune", "plan", "roofline"),
 }
 # A docstring's lines are as long as the code's; a paragraph of help is as wide as the terminal.
+panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+
+
+def _name(command: CommandInfo) -> str:
+    return command.name or getattr(command.callback, "__name__", "")
+
+
+app.registered_commands.sort(key=lambda command: [*panel_of].index(_name(command)))
 for command in app.registered_commands:
-    name = command.name or getattr(command.callback, "__name__", "")
-    command.rich_help_panel = next(panel for panel, names in PANELS.items() if name in names)
+    command.rich_help_panel = panel_of[_name(command)]
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 
@@ -47,6 +56,7 @@ __all__ = [
     "planning",
     "reporting",
     "serving",
+    "showing",
     "speeding",
     "training",
     "tuning",
