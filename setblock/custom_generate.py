@@ -78,8 +78,8 @@ def generate(
         )
     options: Options = {**own}  # type: ignore[typeddict-item]
     limit = config.max_new_tokens
-    if limit is None:
-        limit = config.max_length - prompts.shape[1] if config.max_length else 256
+    if limit is None and config.max_length:
+        limit = config.max_length - prompts.shape[1]
     options["max_new_tokens"] = limit
     if config.do_sample:
         options["temperature"] = 1.0 if config.temperature is None else config.temperature

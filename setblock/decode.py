@@ -179,7 +179,7 @@ class Rows:
     tokens      [batch, capacity] prompt, final tokens, then masks
     start       [batch] all before is final
     prompt_end  [batch] length of the prompt
-    limit       [batch] first position that may not be generated
+    limit       [batch] first position that may not be generated: the context's end at the latest
     rows        [batch] index of the row in the user's input
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
@@ -211,7 +211,8 @@ class Rows:
             self.tokens[slot, : len(prompt)] = prompt
         self.start = np.array(lengths)
         self.prompt_end = self.start.copy()
-        self.limit = self.start + settings.max_new_tokens
+        room = (model.context_length - self.start) // settings.stride * settings.stride
+        self.limit = self.start + np.minimum(settings.max_new_tokens, room)
         self.rows = np.array(rows)
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)

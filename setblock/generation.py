@@ -29,8 +29,9 @@ class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; None or absent means the checkpoint's default.
 
     mode: "sbd", "ntp" or "verified". solver: a Solver or its text, such as "entropy:0.35".
-    block_size: slots of a block. max_new_tokens: default 256. temperature: default 0, greedy.
-    top_p, top_k: default off. seed: of the sampling noise. stop: texts that end a row.
+    block_size: slots of a block. max_new_tokens: default 256, or what the context leaves a row.
+    temperature: default 0, greedy. top_p, top_k: default off. seed: of the sampling noise. stop:
+    texts that end a row.
     ignore_eos: generate on past EOS.
     slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
     mode "verified"; see decode.Settings.
@@ -39,7 +40,7 @@ class Options(TypedDict, total=False):
     mode: str | None
     solver: Solver | str | None
     block_size: int | None
-    max_new_tokens: int
+    max_new_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
@@ -296,7 +297,7 @@ def _stream(
         if "\ufffd" in stop:
             raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
-        _check_prompt(model, row, prompt, settings)
+        _check_prompt(model, row, prompt, settings, options.get("max_new_tokens") is None)
     return (
         reveal
         for rows in batches(ids, size)
@@ -355,7 +356,10 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
     return ids
 
 
-def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Settings) -> None:
+def _check_prompt(
+    model: Model, row: int, prompt: Sequence[int], settings: Settings, shortens: bool
+) -> None:
+    """shortens: whether an answer may end before max_new_tokens, at the end of the context."""
     if not prompt:
         raise ValueError(f"prompt {row} is empty: decoding needs at least one token")
     if other := next((token for token in prompt if not 0 <= token < model.vocab_size), None):
@@ -373,11 +377,11 @@ def _check_prompt(model: Model, row: int, prompt: Sequence[int], settings: Setti
             f"prompt {row} has {len(prompt)} tokens and leaves no room for an answer in the "
             f"model's context of {model.context_length} tokens{model.context_note}"
         )
-    if len(prompt) + settings.num_slots > model.context_length:
+    most = (model.context_length - len(prompt)) // settings.stride * settings.stride
+    if settings.num_slots > most and not (shortens and most):
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
-        most = (model.context_length - len(prompt)) // settings.stride * settings.stride
         raise ValueError(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
             f"it exceeds the model's context of {model.context_length} tokens{model.context_note}"

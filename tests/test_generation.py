@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONGROPE, copied
+import transformers
+from conftest import KINDS, LONGROPE, copied, save_checkpoint
 from fakes import MASK, TableModel
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +40,34 @@ def test_seconds_are_not_those_of_the_caller(monkeypatch):
         if reveal.generation is not None:
             ended.append(reveal.generation)
     assert [(one.prefill_s, one.decode_s) for one in ended] == [(1, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "ntp"},
+        {"mode": "sbd", "block_size": 8, "solver": "fixed:3"},
+        {"mode": "sbd", "block_size": 8, "solver": "fixed:3", "slide": True},
+        {"mode": "verified", "block_size": 8, "branches": 2, "lookup": 4},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())),
+)
+def test_each_row_ends_where_the_context_does(monkeypatch, tmp_path, how):
+    """Where nobody says how long it may be; a GPT-2 has no position behind the last."""
+    small = transformers.GPT2Config(n_positions=60, n_layer=2, n_embd=32, n_head=4)
+    monkeypatch.setitem(KINDS, "gpt2", small)
+    model = load(save_checkpoint(tmp_path, "gpt2"))
+    prompts = [[*range(3, 53)], [3, 4], [5] * 45]
+    whole = how["mode"] == "sbd" and "slide" not in how
+    rooms = [8, 56, 8] if whole else [10, 58, 15]
+    answers = generate(model, prompts, ignore_eos=True, **how)
+    assert [answer.num_tokens for answer in answers] == rooms
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    for prompt, room, answer in zip(prompts, rooms, answers, strict=True):
+        said = generate(model, [prompt], ignore_eos=True, max_new_tokens=room, **how)[0]
+        assert (said.token_ids, said.nfe) == (answer.token_ids, answer.nfe)
+    with pytest.raises(ValueError, match=r"exceeds the model's|leaves no room"):
+        generate(model, [*prompts, [3] * (53 if whole else 60)], **how)
 
 
 # ------------------------------------------------------------------ options

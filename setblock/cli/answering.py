@@ -135,6 +135,7 @@ def generate(
         "mode": mode.value if mode else None,
         "solver": solver,
         "block_size": block_size,
+        "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -150,18 +151,12 @@ def generate(
         "lookup": lookup,
         "lenience": lenience,
     }
-    if max_new_tokens is not None:
-        options["max_new_tokens"] = max_new_tokens
     settings = settings_for(model, **options)
     refuse_idle([settings.mode], solver=solver, block_size=block_size)
     refuse_without(Mode.sbd, [settings.mode], slide=slide)
     if not settings.copies_alone:
         warn_unfit(model, settings.mode)
     ids = encode(model, [asked], chat=chat)
-    room = (model.context_length - len(ids[0])) // settings.stride * settings.stride
-    if max_new_tokens is None and 0 < room < settings.max_new_tokens:
-        options["max_new_tokens"] = room
-        settings = settings_for(model, **options)
     reveals = stream(model, ids, **options)  # checks the prompt before the first forward
     if mode is None and settings.mode == "ntp" and not model.trained:
         err.print(

@@ -335,7 +335,7 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
         else min(model.eos_token_ids, default=0)
     )
     few = 24 if model.compiled else 2  # as many as bring every kind of forward
-    few = min(few, options.get("max_new_tokens", few))
+    few = min(few, options.get("max_new_tokens") or few)
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
     answer(model, [[first]], **own)
 
