@@ -80,6 +80,10 @@ def generate(
     limit = config.max_new_tokens
     if limit is None and config.max_length:
         limit = config.max_length - prompts.shape[1]
+        if limit < 1:
+            raise ValueError(
+                f"max_length={config.max_length} leaves no room behind {prompts.shape[1]} tokens"
+            )
     options["max_new_tokens"] = limit
     if config.do_sample:
         options["temperature"] = 1.0 if config.temperature is None else config.temperature

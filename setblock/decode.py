@@ -31,6 +31,7 @@ from setblock.transfer import to_device, to_host
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
+MOST_SLOTS = 1024  # of a block
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),
@@ -96,6 +97,8 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.block_size > MOST_SLOTS:
+            raise ValueError(f"block_size must be at most {MOST_SLOTS}, got {self.block_size}")
         for name in ("ignore_eos", "slide", "next_token_seed"):
             value = getattr(self, name)
             if not isinstance(value, bool):

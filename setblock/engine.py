@@ -23,15 +23,12 @@ class Failed(str):
 class Stream:
     """One answer on its way: what the handlers ask of a streamer."""
 
-    def __init__(self, engine: "Engine", request_id: str) -> None:
-        self.engine, self.request_id = engine, request_id
-        self.total_tokens = 0
-        self.left = threading.Event()
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.total_tokens = asked, 0
 
     def cancel(self) -> None:
         """The client is gone: the answer ends with the forward that runs."""
-        self.left.set()
-        self.engine.done.pop(self.request_id, None)
+        self.asked.left.set()
 
 
 class Engine(GenerateManager):
@@ -48,7 +45,7 @@ class Engine(GenerateManager):
     ) -> tuple[asyncio.Queue, Stream]:
         """A queue of the committed pieces of text, in order, None at its end; and its stream."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        streamed = Stream(self, request_id)
+        streamed = Stream(gen_config)
         reveals = self._begin(inputs, gen_config)
 
         def put(item: Any) -> None:
@@ -64,7 +61,7 @@ class Engine(GenerateManager):
                     if reveal.generation is not None:
                         streamed.total_tokens = reveal.generation.num_tokens
                         self._finish(request_id, gen_config, reveal.generation)
-                    if streamed.left.is_set():
+                    if gen_config.left.is_set():
                         self.done.pop(request_id, None)
                         return
             except Refused as error:

@@ -2,7 +2,8 @@
 
 import json
 import reprlib
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 # Fields of a request that are options of `setblock.generate` as they are, and their values.
@@ -68,6 +69,7 @@ class Asked:
     return_token_ids: bool
     fields: frozenset[str]
     max_new_tokens: int | None = None
+    left: threading.Event = field(default_factory=threading.Event)  # the client of a stream is gone
 
     @property
     def prompt(self) -> str:
@@ -95,6 +97,13 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
             raise Refused(name, f"is not supported, only {NEUTRAL[name][0]!r}; got {shown(value)}")
     _check_stop(body.get("stop", []))
     _check_stream_options(body)
+
+
+def without_nulls(given: Any) -> Any:
+    """An object without the fields that are null, which are as if they were not there."""
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_message(place: str, message: Any) -> None:
@@ -132,6 +141,10 @@ def _check_value(name: str, value: Any, kind: str) -> None:
     """Type, size, and whether its texts are texts."""
     if type(value) not in KINDS[kind]:
         raise Refused(name, f"must be {kind}, got {shown(value)}")
+    if name in OPTIONS and isinstance(value, str) and len(value) > LONGEST_STOP:
+        raise Refused(
+            name, f"must be {kind} of at most {LONGEST_STOP} characters, got {len(value)}"
+        )
     if isinstance(value, int) and abs(value) >= LARGEST:
         raise Refused(name, f"must be {kind} below 2**63, got {shown(value)}")
     try:

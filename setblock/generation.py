@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from setblock.decode import DecodeState, Rows, Settings
+from setblock.decode import MOST_SLOTS, DecodeState, Rows, Settings
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.pieces import TextPieces
@@ -146,10 +146,12 @@ def _spending(
 ) -> dict[str, Any]:
     """draft, block_size, branches and seeds: those given, and the quickest of what is not."""
     size, branches, seeds = given["block_size"], given.get("branches"), given.get("seeds")
-    # What is no number, or too small a one, is refused by Settings, by name.
+    # What is no number, or too small or large a one, is refused by Settings, by name.
     for value, least in ((size, 1), (branches, 1), (seeds, 0)):
         if value is not None and (type(value) is not int or value < least):
             return {}
+    if size > MOST_SLOTS:
+        return {}
     fixed = {"branches": branches, "seeds": seeds, "fixed_size": fixed_size}
     # Forwards of pairs copy nothing, and need no bound where a checkpoint asks for copies.
     pairs = not (given.get("lookup") or model.drafting.get("lookup"))

@@ -210,9 +210,10 @@ COPIED = 1.4
 COPIED_WIDTH = 0.4
 # Of a layer in a forward that Python drives, whatever the number of tokens.
 DISPATCH_S = 5e-4
+MOST_WEIGHED = 64  # tokens of a block, and branches
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def best_spending(
     dimensions: Dimensions,
     device: Device,
@@ -235,7 +236,8 @@ def best_spending(
     forward is not weighed: nothing here says how much better it would draft.
     branches, seeds, fixed_size and one_forward hold what is not to be chosen. A block of 1 says
     that drafting does not pay; that is no answer to somebody who asked for some of these.
-    Without `pairs` the form of two forwards is not weighed.
+    Without `pairs` the form of two forwards is not weighed, nor, as weighing takes time that grows
+    with its cube, what is longer or has more branches than MOST_WEIGHED.
     """
 
     @functools.cache
@@ -245,14 +247,16 @@ def best_spending(
     one_forward = one_forward or branches is not None or seeds is not None
     best = None if fixed_size or one_forward else Spending(1, 1, 0, 1.0, seconds(1))
     pair = None
-    for size in (block_size,) if fixed_size or block_size == 1 else range(2, block_size + 1):
+    sizes = range(2, min(block_size, MOST_WEIGHED) + 1)
+    for size in (block_size,) if fixed_size or block_size == 1 else sizes:
         if pairs and not one_forward:
             chances = (_accepted(n, size, acceptance) for n in range(size))
             tokens = 1 + sum(n * chance for n, chance in enumerate(chances))
             time = 2 * seconds(size)
             if pair is None or time / tokens < pair.seconds_per_token:
                 pair = Spending(size, 0, 0, tokens / 2, time / tokens)
-        for count in range(1, size + 1) if branches is None else (min(branches, size),):
+        counts = range(1, min(size, MOST_WEIGHED) + 1)
+        for count in counts if branches is None else (min(branches, size),):
             for more in HITS if seeds is None else (seeds,):
                 tokens, drafted = expected_tokens(size, count, more, acceptance)
                 full = seconds(size + size * count * (1 + more))
@@ -282,7 +286,7 @@ def copies_pay(
     return some < COPIED * none
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65_536)
 def expected_tokens(
     block_size: int, branches: int, seeds: int, acceptance: float
 ) -> tuple[float, float]:

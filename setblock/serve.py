@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from inspect import signature
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
@@ -30,7 +31,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from setblock.conversations import prepared, refusal
 from setblock.engine import Engine, Failed, State, why
-from setblock.fields import OPTIONS, Asked, Refused, as_json, check, check_message, shown
+from setblock.fields import (
+    OPTIONS,
+    Asked,
+    Refused,
+    as_json,
+    check,
+    check_message,
+    shown,
+    without_nulls,
+)
 from setblock.model import Model
 
 logger = logging.getLogger(__name__)
@@ -126,8 +136,10 @@ class Answers:
     generation_state: Any
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        # A client names its requests itself, and may name two of them alike.
+        own = f"{request_id}-{secrets.token_hex(8)}"
         try:
-            return await super().handle_request(body, request_id)  # type: ignore[misc]
+            return await super().handle_request(body, own)  # type: ignore[misc]
         except (Refused, HTTPException):
             raise
         except Exception as error:
@@ -141,8 +153,9 @@ class Answers:
         return served.name, served, served
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        for name in [name for name, value in body.items() if value is None]:
-            del body[name]  # as if it was not there
+        given = without_nulls(body)
+        body.clear()  # the handler's own
+        body.update(given)
         check(body, self.fields)
         self.check(body)
         for name in ("max_tokens", "max_completion_tokens"):
@@ -167,10 +180,15 @@ class Answers:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         return Asked(options, limit, body.get("return_token_ids", False), frozenset(body))
 
-    def _streaming(self, *args: Any, **given: Any) -> StreamingResponse:
-        response = super()._streaming(*args, **given)  # type: ignore[misc]
-        response.body_iterator = _then_done(response.body_iterator)
-        return response
+    def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
+        response = super()._streaming(request_id, *args, **given)  # type: ignore[misc]
+        [asked] = (one for one in (*args, *given.values()) if isinstance(one, Asked))
+
+        def leave() -> None:
+            asked.left.set()
+            self.generation_state.engine.done.pop(request_id, None)
+
+        return _Events(_then_done(response.body_iterator), leave)
 
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
@@ -203,6 +221,7 @@ class Chat(Answers, ChatCompletionHandler):
                 "messages",
                 f"must be at most {context}, the tokens of the context, got {len(messages)}",
             )
+        body["messages"] = messages = [without_nulls(message) for message in messages]
         for index, message in enumerate(messages):
             check_message(f"messages[{index}]", message)
         for name in body.get("chat_template_kwargs", {}):
@@ -314,6 +333,23 @@ def _error(request: Request, error: Exception) -> JSONResponse:
 
 def _body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+
+
+class _Events(StreamingResponse):
+    """A stream of events that calls `leave` once nobody takes them any more.
+
+    Their source hears late that the client is gone, if it is while an event is sent.
+    """
+
+    def __init__(self, events: AsyncIterator[Any], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
 
 
 async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -94,6 +94,9 @@ def test_prompts_by_position_and_a_length(exported, network, tokenizer):
     config = transformers.GenerationConfig(max_length=ids.shape[1] + 6, num_beams=1)
     found = network.generate(input_ids=ids, generation_config=config)
     assert found[0, ids.shape[1] :].tolist() == expected
+    config = transformers.GenerationConfig(max_length=ids.shape[1], num_beams=1)
+    with pytest.raises(ValueError, match=f"max_length={ids.shape[1]} leaves no room behind"):
+        network.generate(input_ids=ids, generation_config=config)
 
 
 def test_sampling_takes_its_seed_from_torch(exported, network, tokenizer):

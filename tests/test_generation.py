@@ -134,6 +134,8 @@ def test_every_option_arrives():
         ({"solver": "entropy"}, r"solver must be one of entropy:GAMMA, .*; got 'entropy'"),
         ({"solver": "entropy:-1"}, r"solver must be .* \(gamma must be a number from 0 to inf"),
         ({"block_size": 0}, r"block_size must be an integer of at least 1, got 0"),
+        ({"block_size": 1025}, r"block_size must be at most 1024, got 1025"),
+        ({"block_size": 1025, "mode": "verified"}, r"block_size must be at most 1024, got 1025"),
         ({"block_size": True}, r"block_size must be an integer of at least 1, got True"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": -5}, r"max_new_tokens must be an integer of at least 1, got -5"),

@@ -1,5 +1,7 @@
 """The OpenAI-compatible endpoint, driven by OpenAI's own client over a real socket."""
 
+import asyncio
+import gc
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +75,77 @@ def test_conversations_and_parts(client, nano):
     extra = {"chat_template_kwargs": {"add_generation_prompt": True}}
     with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
         client.chat.completions.create(model="nano", messages=turns, extra_body=extra)
+
+
+def test_a_message_of_the_client_may_have_fields_that_are_null(client):
+    """As those have that the client's library made of an answer."""
+    turns: Any = [{"role": "user", "content": QUESTIONS[0]}]
+    said = client.chat.completions.create(model="nano", messages=turns).choices[0].message
+    follows = [
+        client.chat.completions.create(
+            model="nano", messages=[*turns, message, {"role": "user", "content": QUESTIONS[1]}]
+        )
+        for message in (said.model_dump(), {"role": "assistant", "content": said.content})
+    ]
+    assert follows[0].choices == follows[1].choices
+    assert follows[0].usage == follows[1].usage
+
+
+def test_requests_of_one_name(address):
+    """A client names its requests; what is told of one is never of another."""
+
+    async def all_of_them() -> list[Any]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            bodies = [
+                {"prompt": QUESTIONS[0], "max_tokens": 1 + n % 5, "return_token_ids": True}
+                for n in range(20)
+            ]
+            url, named = f"{address}/v1/completions", {"X-Request-ID": "same"}
+            asked = [http.post(url, json=body, headers=named) for body in bodies]
+            return [one.json() for one in await asyncio.gather(*asked)]
+
+    answers = asyncio.run(all_of_them())
+    assert [len(one["setblock"]["token_ids"]) for one in answers] == [1, 2, 3, 4, 5] * 4
+    assert len({one["id"] for one in answers}) == 20
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 2, 5])
+def test_a_client_that_leaves_at_once(app, nano, monkeypatch, ticks):
+    """While the stream's first event is sent, its source does not hear of it; nothing collects."""
+    forwards: list[int] = []
+    forward = nano.forward
+    monkeypatch.setattr(nano, "forward", lambda *a, **k: (forwards.append(1), forward(*a, **k))[1])
+    engine = app.router.routes[0].endpoint.__closure__[0].cell_contents.generation_state.engine
+    body = {"messages": [USER], "stream": True, "mode": "ntp", "ignore_eos": True}
+    sent = json.dumps({**body, "max_tokens": 800}).encode()
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "query_string": b"",
+        "root_path": "", "scheme": "http", "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1),
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": sent, "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None: ...
+
+    async def ask() -> None:
+        await app(scope, receive, send)
+        await engine.async_submit(lambda: None)  # waits for the answer under way
+
+    gc.disable()
+    try:
+        asyncio.run(ask())
+    finally:
+        gc.enable()
+    assert len(forwards) < 400
+    assert engine.done == {}
 
 
 def test_the_model_goes_on_with_a_last_message_of_its_own(client, nano):

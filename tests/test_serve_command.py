@@ -267,6 +267,7 @@ def test_a_signal_ends_the_answers_under_way(number):
             ["--allow-untrained", "--mode", "verified", "--solver", "fixed:1"],
             "solver is for mode 'sbd', and for mode 'verified' with draft 'solver', got fixed:1",
         ),
+        (["--host", ""], "--host must be an address, got ''; 0.0.0.0 is every network's"),
         (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
         (["--api-key", "secret"], "--api-key is for engine vllm"),
         (["--adaptive"], "--adaptive is for engine vllm"),
@@ -290,4 +291,26 @@ def test_a_port_that_is_taken(run, trained):
         other.listen()
         port = other.getsockname()[1]
         error = run("serve", trained, "--port", port).error
+    assert error == f"can't listen on 127.0.0.1:{port}: Address already in use"
+
+
+def test_a_port_that_is_taken_meanwhile(run, trained, monkeypatch):
+    """Two that start at once may both bind."""
+    taken: list[socket.socket] = []
+    load_model = serving.load_model
+
+    def late(*given: Any) -> Any:
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        taken.append(other)
+        return load_model(*given)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(serving, "load_model", late)
+    error = run("serve", trained, "--port", port).error
+    taken[0].close()
     assert error == f"can't listen on 127.0.0.1:{port}: Address already in use"

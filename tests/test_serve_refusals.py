@@ -64,6 +64,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"solver": "best"}, "solver must be one of entropy:GAMMA"),
     ({"solver": 3}, "solver"),
     ({"block_size": 0}, "block_size must be"),
+    ({"block_size": 10**9}, "block_size must be at most 1024, got 1000000000"),
+    ({"solver": "x" * 1001}, "solver must be a text of at most 1000 characters, got 1001"),
     ({"branches": 2}, "branches is for mode verified"),
     ({"ignore_eos": "no"}, "ignore_eos must be"),
 ]

@@ -44,6 +44,12 @@ def test_a_field_that_nobody_knows():
     found = ask(CHAT, b'{"model": "nano", "mode": "verified"}')
     assert found.status_code == 400
     assert found.json()["error"]["param"] == "mode"
+    assert ask(f"{CHAT}/batch", b'{"model": "nano", "mode": "verified"}').status_code == 400
+    deep = ask(CHAT, b'{"user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert (deep.status_code, deep.json()["error"]["message"]) == (
+        400,
+        "the body is nested too deeply",
+    )
     for content in (b'{"tools": []}', b'{"tool_choice": "none"}', b'{"suffix": null}'):
         assert ask(CHAT if b"tool" in content else "/v1/completions", content).status_code == 200
 

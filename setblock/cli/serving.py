@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,6 +150,8 @@ def serve(
     vLLM's own server.
     """
     given: Any = {"mode": mode, "solver": solver, "block_size": block_size, "slide": slide}
+    if not host:
+        raise ValueError("--host must be an address, got ''; 0.0.0.0 is every network's")
     if engine is Engine.vllm:
         with starting(model_name):
             from setblock.vllm.command import command
@@ -184,10 +188,8 @@ def serve(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with _naming(host, port):
             listening.bind((host, port))
-        except OSError as error:
-            raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
         model = load_model(model_name, dtype, device, mask_token_id, compile, pack)
         if not model.trained and not allow_untrained:
             raise ValueError(
@@ -206,7 +208,8 @@ def serve(
             with err.status(Text(f"making kernels of {model_name}")):
                 warm_up(model, {} if chosen.mode == "ntp" else {"block_size": block_size})
         application = build(model, model_name, block_size)
-        listening.listen()
+        with _naming(host, port):  # another may have come first meanwhile
+            listening.listen()
         place = f"[{host}]" if ":" in host else host
         address = f"http://{place}:{listening.getsockname()[1]}/v1"
         if as_json:
@@ -217,3 +220,12 @@ def serve(
         # A client that never sends the rest of its request does not keep the server from ending.
         settings = uvicorn.Config(application, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+@contextmanager
+def _naming(host: str, port: int) -> Iterator[None]:
+    """An error says where it is that nobody can listen."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"can't listen on {host}:{port}: {error.strerror or error}") from None

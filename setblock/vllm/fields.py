@@ -29,6 +29,7 @@ class Fields:
 
     def __init__(self, app: ASGIApp) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import (  # type: ignore
+            BatchChatCompletionRequest,
             ChatCompletionRequest,
         )
         from vllm.entrypoints.openai.completion.protocol import (  # type: ignore
@@ -41,6 +42,7 @@ class Fields:
         self.app = app
         self.known = {
             "/v1/chat/completions": frozenset(ChatCompletionRequest.model_fields),
+            "/v1/chat/completions/batch": frozenset(BatchChatCompletionRequest.model_fields),
             "/v1/completions": frozenset(CompletionRequest.model_fields),
         }
         key = os.environ.get(KEY)
@@ -77,12 +79,14 @@ class Fields:
         await self.app(scope, replay, send)
 
 
-def problem_of(body: bytes, known: frozenset[str]) -> tuple[str, str] | None:
-    """(field, what is wrong with it); None where vLLM will say what is, or nothing is."""
+def problem_of(body: bytes, known: frozenset[str]) -> tuple[str | None, str] | None:
+    """(its field, what is wrong); None where vLLM will say what is, or nothing is."""
     try:
         given = json.loads(body)
     except ValueError:  # not unicode, or no JSON
         return None
+    except RecursionError:
+        return None, "the body is nested too deeply"
     if not isinstance(given, dict):
         return None
     shown = {name: name.encode("ascii", "backslashreplace").decode() for name in given}
