@@ -258,7 +258,7 @@ def fingerprint_of(name: str, settings: bool = True) -> str | None:
     Raises: ModelError.
     """
     place = place_of(name)
-    own = fingerprint(str(place), settings)
+    own = fingerprint(str(place.absolute()), settings)  # by itself "nano" is the bundled one
     try:
         base = base_of(str(place)) if place.is_dir() else None
     except LOAD_ERRORS as error:

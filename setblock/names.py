@@ -60,6 +60,13 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
             f"no model {name!r}: it is not a checkpoint folder, a GGUF file (.gguf), a bundled "
             f"model ({any_of(BUNDLED)}), or of the form owner/name (on the hub)"
         )
+    if path.parent.is_file():
+        raise ModelError(f"no model {name!r}: {str(path.parent)!r} is a file, not a folder")
+    if path.is_file():
+        raise ModelError(
+            f"no model {name!r}: it is a file, and neither a checkpoint folder nor a GGUF file "
+            "(.gguf)"
+        )
     if path.parent.is_dir():  # rather than to ask the hub for a minute
         raise ModelError(
             f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; "
@@ -71,12 +78,17 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
 
 def path_of(name: str) -> Path:
     """Where a bundled MODEL or a path lies; of a hub name a path that is not there."""
-    return BUNDLED.get(name, Path(name).expanduser())
+    return BUNDLED.get(name, _path(name))
+
+
+def _path(name: str) -> Path:
+    """~ is the user's folder; that of a user whom there is not stays as it is."""
+    return Path(os.path.expanduser(name))
 
 
 def lasting(name: str) -> str:
     """A MODEL name that holds from any working folder."""
-    path = Path(name).expanduser()
+    path = _path(name)
     return str(path.resolve()) if name not in BUNDLED and path.exists() else name
 
 

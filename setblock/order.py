@@ -23,7 +23,7 @@ class ByLength(LengthGroupedSampler):
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """accelerate's loaders call it."""
+        """accelerate's loaders call it too, but not of several processes that go on."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -1,6 +1,9 @@
 """Going on with a stopped training run: its last whole checkpoint, its settings, its log."""
 
 import json
+import math
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,13 @@ PREFIX = "checkpoint-"
 
 
 def left_in(folder: Path) -> list[str]:
-    """What a run has left there, by name; of checkpoints one where there is nothing else."""
+    """What a run has left there, by name; of checkpoints one where there is nothing else.
+
+    Of our own runs a checkpoint that a stop cut short is not counted.
+    """
     left = [name for name in LEFT if (folder / name).exists()]
-    return left or [one.name for one in _checkpoints(folder)[:1]]
+    ours = (folder / OWN_FOLDER / "settings.json").exists()
+    return left or [one.name for one in _checkpoints(folder) if not ours or has_state(one)][:1]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -35,6 +42,7 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
     """The newest whole checkpoint of a run to go on with, None for a new run.
 
     say: told of newer ones that a stop cut short.
+    Effects: for a new run, what is left of a first checkpoint that a stop cut short is deleted.
     Raises: ValueError if there is none to go on from, or for a new run in a folder that holds one.
     """
     found = _checkpoints(folder)
@@ -44,8 +52,11 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
                 f"{folder} holds an earlier run ({', '.join(left)}): go on with --resume, or "
                 "choose another output folder"
             )
+        for cut in found:
+            say(f"{cut} is of a run that ended while it was saved: deleted")
+            shutil.rmtree(cut, ignore_errors=True)  # another rank may be at it too
         return None
-    if not found:
+    if not any(map(has_state, found)):
         hint = ""
         if any((folder / OWN_FOLDER / f"{own}.jsonl").exists() for own in ("answers", "prompts")):
             hint = "; without --resume the same command goes on with what the model wrote"
@@ -68,16 +79,21 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
 
 def _lack(checkpoint: Path) -> str | None:
     """What a checkpoint lacks, None if it is whole; its trainer_state.json is written last."""
-    try:
-        read_state(checkpoint)
-    except (OSError, ValueError, TypeError):
+    if not has_state(checkpoint):
         return "whole trainer_state.json: a stop cut it short"
     if not any([*checkpoint.glob("optimizer*"), *checkpoint.glob("global_step*")]):  # DeepSpeed's
         return "optimizer state (save_only_model)"
     if (checkpoint / "optimizer.pt").is_file():  # else weights and states may be in parts
-        for kind in ("*.safetensors", "scheduler.pt", "rng_state*.pth"):
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        kinds = [f"rng_state_{rank}.pth" for rank in range(ranks) if ranks > 1]
+        for kind in ("*.safetensors", "scheduler.pt", *(kinds or ["rng_state*.pth"])):
             if not any(checkpoint.glob(kind)):
                 return kind
+    if (config := checkpoint / "config.json").exists():
+        try:
+            json.loads(config.read_text(encoding="utf-8"))
+        except ValueError:
+            return "whole config.json"
     files = (one for kind in ("*.safetensors", "*.pt", "*.pth") for one in checkpoint.glob(kind))
     cut = sorted(file.name for file in files if not _is_whole(file))
     return f"whole {cut[0]}" if cut else None
@@ -94,6 +110,15 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
+def has_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint was saved to its end."""
+    try:
+        read_state(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
+
+
 def read_state(checkpoint: Path) -> TrainerState:
     """The trainer's state in a checkpoint."""
     return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
@@ -103,10 +128,10 @@ def is_finished(state: TrainerState, config: SBDConfig) -> bool:
     """Whether a run of these settings ends where this state is."""
     if config.max_steps > 0:
         return state.global_step >= config.max_steps
-    # A part of an epoch has whole steps.
-    epochs = config.num_train_epochs
-    whole = epochs == int(epochs) or state.global_step >= state.max_steps
-    return bool(state.epoch) and state.epoch >= epochs and whole
+    if not state.epoch:
+        return False
+    steps = math.ceil(state.global_step / state.epoch - 1e-6)  # of an epoch, whose last is as whole
+    return state.global_step >= math.ceil(steps * config.num_train_epochs)
 
 
 def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +142,12 @@ def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not file.is_file():
         raise ValueError(f"resume: {file} is gone, so the settings can't be compared")
-    old = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"resume: {file} is not whole ({error}), so the settings can't be compared"
+        ) from None
     changed = [name for name in new if name in old and old[name] != new[name]]
     if changed:
         differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)

@@ -246,6 +246,7 @@ def names_of(arguments: list[str]) -> set[str]:
 def settings_of_run(run: TrainingRun, config: SBDConfig) -> dict[str, Any]:
     """All that a resumed run must share with the first one, as JSON values."""
     own = {**asdict(run), "model": lasting(run.model)}
+    own["processes"] = config.world_size
     for name in ("output_dir", "resume", "decode_data", "decode_every", "decode_limit"):
         del own[name]
     theirs = {name: value for name, value in config.to_dict().items() if not name.startswith(FREE)}

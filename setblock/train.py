@@ -87,6 +87,8 @@ class _Clock(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer._pass += 1
+        if (order := self.trainer._by_length) is not None:
+            order.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._totals["train"].stop()
@@ -203,6 +205,7 @@ class SBDTrainer(SFTTrainer):
         self._last_means: dict[str, float] = {}
         # Of the steps so far, None if unknown; and of those since it was last brought up to date.
         self._loss_sum: float | None = 0.0
+        self._by_length: ByLength | None = None
         self._pass = 0  # over the data, since training began
         self._loss = torch.zeros((), device=self.accelerator.device)
         self.provenance: dict[str, Any] = {}  # for the model card: model, data, method
@@ -214,7 +217,7 @@ class SBDTrainer(SFTTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            return ByLength(sampler, seed)
+            sampler = self._by_length = ByLength(sampler, seed)
         return sampler
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

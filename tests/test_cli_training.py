@@ -15,7 +15,7 @@ import forked
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainings import QUICK, one_line, run, train
+from trainings import QUICK, one_line, run, train, write
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from setblock.cli import training
@@ -391,6 +391,24 @@ def test_two_ranks_from_the_command_line(checkpoint, rows, tmp_path) -> None:
     two_ranks(*words, "--gradient-accumulation-steps", "2", "--output-dir", again, "--resume")
     last = [json.loads(line) for line in (again / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in last if "decode_n" in line] == [3]
+
+
+def test_two_ranks_go_on_within_a_later_epoch(checkpoint, tmp_path) -> None:
+    """In the order by length, of which each of them has its part."""
+    texts = [{"text": chr(97 + n) * (3 + 5 * n % 23)} for n in range(12)]
+    words = ["train", "--model", checkpoint("llama"), "--data", write(tmp_path / "d.jsonl", texts)]
+    words += ["--train-sampling-strategy", "group_by_length", *QUICK.split(), "--max-steps", "10"]
+    words += ["--per-device-train-batch-size", "1", "--save-steps", "8", "--logging-steps", "1"]
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    two_ranks(*words, "--output-dir", straight)
+    for name in ("checkpoint-8", "_run"):
+        shutil.copytree(straight / name, again / name)
+    alone = ["setblock", *map(str, words), "--output-dir", str(again), "--resume"]
+    refused = forked.Running(alone, Path.cwd()).wait()
+    assert (refused.returncode, "processes was 2, now 1" in refused.stderr) == (1, True)
+    two_ranks(*alone[1:])
+    whole, resumed = (load_file(f / "model.safetensors") for f in (straight, again))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_push_to_hub(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:

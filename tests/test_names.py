@@ -31,6 +31,25 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatc
     (tmp_path / "runs").mkdir()
     with pytest.raises(ModelError, match="no model 'runs/mien': folder 'runs' is here and holds"):
         load("runs/mien")
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    with pytest.raises(
+        ModelError, match=r"no model 'runs/config\.json': it is a file, and neither"
+    ):
+        load("runs/config.json")
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(ModelError, match="no model 'notes/nano': 'notes' is a file, not a folder"):
+        load("notes/nano")
+    with pytest.raises(ModelError, match="no model '~nobody-is-called-so/x': it is not"):
+        load("~nobody-is-called-so/x")
+
+
+def test_a_folder_of_the_name_of_a_bundled_model_has_files_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(BUNDLED["nano"], tmp_path / "nano")
+    bundled, own = loading.fingerprint_of("nano"), loading.fingerprint_of("./nano")
+    os.utime(tmp_path / "nano" / "model.safetensors", ns=(0, 0))
+    assert loading.fingerprint_of("./nano") != own
+    assert loading.fingerprint_of("nano") == bundled
 
 
 def test_a_hub_name_that_can_not_be_had(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """Going on with a stopped training run: what its folder may hold, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from trainers import config
 from transformers import TrainerState
 
 from setblock.resume import (
+    OWN_FOLDER,
     check_settings,
     is_finished,
     kept_lines,
     last_checkpoint,
+    left_in,
     write_lines,
 )
 
@@ -26,6 +29,7 @@ def made(folder: Path, *steps: int) -> Path:
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
             torch.save({"a": torch.zeros(100)}, place / name)
         save_file({"a": torch.zeros(100)}, place / "model.safetensors")
+        (place / "config.json").write_text("{}")
         TrainerState(global_step=step).save_to_json(str(place / "trainer_state.json"))
     return folder
 
@@ -36,6 +40,7 @@ def made(folder: Path, *steps: int) -> Path:
         ("model.safetensors", "*.safetensors"),
         ("optimizer.pt", "optimizer state (save_only_model)"),
         ("scheduler.pt", "scheduler.pt"),
+        ("config.json", None),
         ("rng_state.pth", "rng_state*.pth"),
     ],
 )
@@ -45,6 +50,8 @@ def test_a_checkpoint_whose_files_were_cut_short_is_passed_over(tmp_path, name, 
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-4"
     file.write_bytes(file.read_bytes()[:-1])
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
+    if kind is None:  # another kind of model has none
+        return
     file.unlink()
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
     start = f"going on from {folder}/checkpoint-2: checkpoint-4 has no"
@@ -67,6 +74,13 @@ def test_a_checkpoint_in_parts_is_whole(tmp_path) -> None:
         (3, {"epoch": 2.0, "global_step": 6, "max_steps": 6}, False),
         (0.7, {"epoch": 0.8, "global_step": 2, "max_steps": 3}, False),
         (0.7, {"epoch": 1.0, "global_step": 3, "max_steps": 3}, True),
+        # Fewer are asked for than the run that was stopped had.
+        (1.6, {"epoch": 1.5, "global_step": 9, "max_steps": 12}, False),
+        (1.5, {"epoch": 1.5, "global_step": 9, "max_steps": 12}, True),
+        (0.5, {"epoch": 1.5, "global_step": 9, "max_steps": 12}, True),
+        # 22 micro-batches, four a step.
+        (1.2, {"epoch": 1 + 4 / 22, "global_step": 7, "max_steps": 12}, False),
+        (1.1, {"epoch": 1 + 4 / 22, "global_step": 7, "max_steps": 12}, True),
     ],
 )
 def test_a_part_of_an_epoch_has_whole_steps(tmp_path, epochs, state, finished) -> None:
@@ -95,6 +109,37 @@ def test_a_checkpoint_that_a_stop_cut_short_is_passed_over(tmp_path, left) -> No
         last_checkpoint(folder, True, said.append)
 
 
+def test_a_first_checkpoint_that_a_stop_cut_short_is_none(tmp_path) -> None:
+    folder, said = made(tmp_path, 4), []
+    (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="without --resume the same command begins anew"):
+        last_checkpoint(folder, True, said.append)
+    assert left_in(folder) == ["checkpoint-4"], "somebody else's"
+    (folder / OWN_FOLDER).mkdir()
+    (folder / OWN_FOLDER / "settings.json").touch()
+    (folder / OWN_FOLDER / "answers.jsonl").touch()
+    with pytest.raises(ValueError, match="goes on with what the model wrote"):
+        last_checkpoint(folder, True, said.append)
+    assert left_in(folder) == said == []
+    assert last_checkpoint(folder, False, said.append) is None
+    assert said == [f"{folder}/checkpoint-4 is of a run that ended while it was saved: deleted"]
+    assert not (folder / "checkpoint-4").exists()
+
+
+def test_each_rank_has_a_state_of_its_own(tmp_path, monkeypatch) -> None:
+    folder, said = made(tmp_path, 2, 4), []
+    for step in (2, 4):
+        one = folder / f"checkpoint-{step}" / "rng_state.pth"
+        for rank in (0, 1):
+            shutil.copy(one, one.with_name(f"rng_state_{rank}.pth"))
+        one.unlink()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-4"
+    (folder / "checkpoint-4" / "rng_state_1.pth").unlink()
+    assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
+    assert said[0].endswith("checkpoint-4 has no rng_state_1.pth")
+
+
 def test_a_new_run_mixes_with_no_other(tmp_path) -> None:
     assert last_checkpoint(tmp_path / "none", False, print) is None
     with pytest.raises(ValueError, match=r"holds an earlier run \(.*checkpoint-3\): go on with"):
@@ -112,6 +157,9 @@ def test_settings_of_an_earlier_version_lack_what_is_new(tmp_path) -> None:
     check_settings(file, {"seed": 42, "rows": "4 rows"})
     with pytest.raises(ValueError, match=r"run to go on with: seed was 42, now 7$"):
         check_settings(file, {"seed": 7, "rows": "4 rows"})
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"settings\.json is not whole"):
+        check_settings(file, {})
     file.unlink()
     with pytest.raises(ValueError, match=r"settings\.json is gone"):
         check_settings(file, {})

@@ -230,6 +230,29 @@ def test_a_stop_loses_nothing(words, tmp_path, monkeypatch, capsys, chooses, whe
     assert trained in ([False], [False, True])
 
 
+def test_a_first_checkpoint_that_a_stop_cut_short(
+    words, tmp_path, monkeypatch, capsys, chooses
+) -> None:
+    """Prompts and answers stay, and the training begins anew."""
+    chooses()
+    run(monkeypatch, "speedup", *words)
+    folder = tmp_path / "fast"
+    for one in folder.iterdir():
+        if one.is_file():
+            one.unlink()
+    state = folder / "checkpoint-2" / "trainer_state.json"
+    state.unlink()
+    answers = folder / "_run" / "answers.jsonl"
+    written = answers.stat().st_mtime_ns
+    capsys.readouterr()
+    run(monkeypatch, "speedup", *words)
+    assert f"{state.parent} is of a run that ended while it" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert state.exists()
+    assert answers.stat().st_mtime_ns == written
+
+
 def test_a_longer_run_goes_on(words, tmp_path, monkeypatch, capsys, chooses) -> None:
     chooses()
     run(monkeypatch, "speedup", *words)

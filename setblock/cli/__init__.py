@@ -105,9 +105,10 @@ def main() -> None:
     except Exception as error:
         from safetensors import SafetensorError  # a full disk, to this library
 
-        if not isinstance(error, SafetensorError):
+        cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+        if not (cut or isinstance(error, SafetensorError)):
             raise
-        fail(f"weights can't be read or written: {error}", 1)
+        fail(f"weights can't be read or written: {str(error).splitlines()[0]}", 1)
     if code == 130 and served:  # Ctrl-C, the way to end it
         sys.exit(code)
     if came:  # also where what runs at odd moments has swallowed the exception
