@@ -47,12 +47,14 @@ def compare(
     repeats in a line: the rounds behind it. An interrupt is raised behind the lines of the rounds
     that were whole by then.
 
-    speedup: of the decoding time per token against the baseline, median over the repeats with the
-    least and the most; total_speedup: with the prompts' forward. identical_share: of answers with
+    speedup: of the decoding time per token behind those of the prompts' forward against the
+    baseline, median over the repeats with the least and the most; total_speedup: of all time and
+    tokens. identical_share: of answers with
     the baseline's token ids. speedup is None where no answer has a second token, or all are the
     first forward's.
 
-    Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward;
+    Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward
+    behind the prompt's;
     ceiling, the speed-up if a run took what its bare forwards take, which are made once more behind
     each run; and the share of it reached, paired like the speed-up.
     """
@@ -82,7 +84,8 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     def per_token(runs: list[Timing], whole: bool) -> float:
         seconds = sum(run.decode_s + (run.prefill_s if whole else 0.0) for run in runs)
-        return max(seconds, 1e-9) / sum(run.tokens for run in runs)  # a clock may stand still
+        tokens = sum(run.tokens if whole else run.decoded for run in runs)
+        return max(seconds, 1e-9) / max(tokens, 1)  # a clock may stand still
 
     base, base_bare = zip(*(one[BASELINE] for one in rounds), strict=True)
     exact = [ids for run in base[0] for ids in run.token_ids]
@@ -97,17 +100,19 @@ def _lines(
         }
         runs = found[0]
         tokens = sum(run.tokens for run in runs)
-        decoded = min(tokens, sum(map(len, exact))) > len(exact)
+        behind, base_behind = (sum(run.decoded for run in runs) for runs in (found[0], base[0]))
+        decoded = min(behind, base_behind) > 0
         # Nor did it take time where the first forward gave whole answers.
         decoded &= all(any(run.decode_s for run in runs) for runs in found)
         nfe = [run.nfe for run in runs if run.nfe is not None]
         ids = [ids for run in runs for ids in run.token_ids]
         speedup = statistics.median(gains[False]) if decoded else None
         per_forward = tokens / sum(nfe) if nfe else None
+        forwards = sum(run.decoding_forwards or 0 for run in runs)
         ceilings = [
-            slow / own * tokens / sum(map(len, exact))
+            slow / own * behind / base_behind
             for slow, own in zip(base_bare, bare, strict=True)
-            if slow and own
+            if slow and own and decoded
         ]
         shares = [gain / most for gain, most in zip(gains[False], ceilings, strict=False)]
         yield {
@@ -127,7 +132,7 @@ def _lines(
             "total_speedup": statistics.median(gains[True]),
             "total_speedup_range": (min(gains[True]), max(gains[True])),
             "identical_share": sum(a == b for a, b in zip(exact, ids, strict=True)) / len(ids),
-            "efficiency": speedup / per_forward if speedup and per_forward else None,
+            "efficiency": speedup * forwards / behind if speedup and forwards else None,
             "ceiling": statistics.median(ceilings) if ceilings else None,
             "share_of_ceiling": statistics.median(shares) if ceilings and decoded else None,
         }

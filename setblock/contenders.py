@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from setblock import machines
 from setblock.architectures import own_attention
@@ -27,8 +28,10 @@ LOOKUP_TOKENS = 10  # transformers' own default for prompt-lookup decoding
 class Timing:
     """What one contender took for one batch of prompts, in seconds, and what came of it.
 
-    prefill_s: the prompts' own forward, to the first token. nfe: forwards after it, of all rows;
-    None where the library does not tell.
+    prefill_s: the prompts' own forward, to the first token. nfe: `Generation.nfe` of all rows; None
+    where the library does not tell.
+    first: tokens of the prompts' own forwards, None for one of each row; where blocks slide, they
+        bring whole blocks.
     forwards: of a single prompt's, behind its own: cached tokens, query tokens, noisy ones of them,
         logits.
     """
@@ -39,6 +42,18 @@ class Timing:
     nfe: int | None
     token_ids: tuple[tuple[int, ...], ...]
     forwards: tuple[tuple[int, int, int, int], ...] = ()
+    first: int | None = None
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that decode_s is of."""
+        return self.tokens - (len(self.token_ids) if self.first is None else self.first)
+
+    @property
+    def decoding_forwards(self) -> int | None:
+        """Forwards that decode_s is of."""
+        counted = len(self.token_ids) if self.first != 0 else 0
+        return None if self.nfe is None else self.nfe - counted
 
 
 Contender = Callable[[Model, Sequence[Sequence[int]], int], Timing]
@@ -56,6 +71,7 @@ def ours(**options: Any) -> Contender:
             answers = generate(model, prompts, **given)
         finally:
             model.watch = None
+        yields = answers[0].settings.mode != "sbd" or answers[0].settings.seeds_blocks
         return Timing(
             prefill_s=max(one.prefill_s for one in answers),
             decode_s=max(one.decode_s for one in answers),
@@ -66,6 +82,7 @@ def ours(**options: Any) -> Contender:
                 (cached, layout.block.shape[1], int((layout.block != CLEAN).sum()), wanted)
                 for cached, layout, wanted in seen[answers[0].prefill_forwards :]
             ),
+            first=sum(one.reveal_step.count(1) for one in answers) if yields else 0,
         )
 
     return run
@@ -103,7 +120,9 @@ def transformers_generate(stock: Any = None, settled: int = 1, **options: Any) -
             )
             return now(model) - begin, found[:, width:]
 
-        ours = network.config._attn_implementation
+        ours, theirs = network.config._attn_implementation, network.generation_config
+        # Penalties and the like of the checkpoint would make it another decoding.
+        network.generation_config = GenerationConfig()
         network.set_attn_implementation(own_attention(network.config))
         try:
             prefill_s, _ = timed(1)
@@ -111,6 +130,7 @@ def transformers_generate(stock: Any = None, settled: int = 1, **options: Any) -
             whole_s, found = timed(max_new_tokens)
         finally:
             network.set_attn_implementation(ours)
+            network.generation_config = theirs
         counted = found.shape[1] - settled
         if settled > 1 and counted < 1:
             raise ValueError(f"settled={settled} leaves no token of {found.shape[1]} to time")

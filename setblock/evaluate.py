@@ -223,9 +223,18 @@ def judge(model: Model, data: DataRows, window: int | None) -> dict[str, Any]:
     ids = [ids for text in data.rows if len(ids := model.encode(text)) > 1] if some else []
     if not ids:
         raise ValueError(f"{data.name}: no text of at least two tokens")
+    for number, one in enumerate(ids, start=1):
+        if model.mask_token_id in one:
+            mask = model.tokenizer.convert_ids_to_tokens(model.mask_token_id)
+            raise ValueError(
+                f"{data.name}: text {number} of at least two tokens holds the mask token {mask!r}, "
+                "which is never said: leave it out, or name another by --mask-token-id"
+            )
     found = [likelihood.perplexity(model, one, window) for one in ids]
     tokens = sum(one.tokens for one in found)
     mean = sum(one.nats for one in found) / tokens
+    if math.isnan(mean):
+        raise ValueError(f"the logits of {model.name} are not numbers: look at its weights")
     bounds = ratio_interval([(one.nats, one.tokens) for one in found])
     return {
         "task": PERPLEXITY,
@@ -233,8 +242,8 @@ def judge(model: Model, data: DataRows, window: int | None) -> dict[str, Any]:
         "mode": "ntp",
         "solver": None,
         "n": len(found),
-        "score": math.exp(mean),
-        "interval": bounds and tuple(map(math.exp, bounds)),
+        "score": _exp(mean),
+        "interval": bounds and tuple(map(_exp, bounds)),
         "tokens": tokens,
         "nfe": (forwards := sum(one.forwards for one in found)),
         "tokens_per_forward": tokens / forwards,
@@ -245,6 +254,10 @@ def judge(model: Model, data: DataRows, window: int | None) -> dict[str, Any]:
         "data": data.name,
         "data_sha256": data.sha256,
     }
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def families(tasks: Sequence[str]) -> list[str]:

@@ -93,11 +93,15 @@ class OutOfRange(ValueError):
     """A record that was edited into what no command measures."""
 
 
+ROUNDING = 1e-9  # of an interval's bounds
+
+
 def _out_of_range(line: dict[str, Any]) -> str | None:
     """What is wrong with the numbers of a line of scores, if anything."""
     most = math.inf if line["task"] == PERPLEXITY else 1
     low, high = line["interval"] or (line["score"], line["score"])
-    if line["score"] is not None and not 0 <= low <= line["score"] <= high <= most:
+    inside = low - ROUNDING <= (line["score"] or 0) <= high + ROUNDING
+    if line["score"] is not None and not (inside and 0 <= low <= high <= most):
         return f"score and interval must lie in 0 .. {most}: {line['score']}, {line['interval']}"
     for name, least in (("n", 1), ("tokens_per_forward", 0), ("wall_s", 0)):
         if not least <= line[name] < math.inf:

@@ -1,7 +1,9 @@
 """Records of measurements: where they come from, and the samples behind them, safe on disk."""
 
+import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -85,6 +87,8 @@ class Journal:
         ):
             way = "name another file" if resume is None else "go on with --resume, or name another"
             raise ValueError(f"{there} is there already: {way}")
+        if path is not None:
+            _check_place(path)
 
     @property
     def samples_path(self) -> Path:
@@ -192,7 +196,31 @@ def _difference(old: Any, new: Any) -> str:
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Write a record, where a link leads to; a reader never sees half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.resolve() if path.is_symlink() else path, json.dumps(record, indent=1) + "\n")
+    text = json.dumps(finite(record), indent=1, allow_nan=False) + "\n"
+    write_whole(path.resolve() if path.is_symlink() else path, text)
+
+
+def finite(value: Any) -> Any:
+    """The value, where numbers that JSON has no word for are None."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_place(path: Path) -> None:
+    """Raises: OSError where no file can be made, rather than behind an hour of work."""
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def _program() -> str:

@@ -7,6 +7,7 @@ from statistics import NormalDist
 from typing import Any
 
 Z_95 = 1.959964
+T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 NGRAM = 4  # tokens that count as repeated if they stood in the answer before
 
 
@@ -101,21 +102,34 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     share, z2 = correct / n, Z_95**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not put a bound on the other side of the share.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def ratio_interval(parts: Sequence[tuple[float | int, int]]) -> tuple[float, float] | None:
     """The 95 % interval of the ratio of two sums over answers or texts, from how much these differ.
 
-    By linearization, for many parts; None for a single one.
+    By linearization, for many parts; of few it is somewhat too narrow, as the ratio's own error
+    counts by its slope alone. None for a single one. The sums are of what is never below 0.
     """
     n = len(parts)
     if n < 2:
         return None
     above, below = (sum(column) for column in zip(*parts, strict=True))
     spread = sum((one - above / below * other) ** 2 for one, other in parts) * n / (n - 1)
-    half = Z_95 * math.sqrt(spread) / below
-    return above / below - half, above / below + half
+    half = _student(n - 1) * math.sqrt(spread) / below
+    return max(0.0, above / below - half), above / below + half
+
+
+def _student(freedom: int) -> float:
+    """Student's two-sided 95 % quantile; behind the table by the first terms of its expansion."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = Z_95
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def repetition(ids: Sequence[int]) -> float:

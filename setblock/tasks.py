@@ -187,12 +187,19 @@ def _boxed(text: str) -> list[str]:
     return found
 
 
+MOST_DIGITS = 1000  # of a number; what loops may repeat a digit, and Python reads 4,300 at most
+
+
 def _numbers(text: str) -> list[Fraction]:
     digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
     power = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("\u2212", "-"))
     found = re.findall(rf"((?:(?<![\w.])-)?(?:{digits}){power})(?:/([1-9]\d*)(?![\w/.]))?", text)
-    return [Fraction(over.replace(",", "")) / int(under or 1) for over, under in found]
+    return [
+        Fraction(over.replace(",", "")) / int(under or 1)
+        for over, under in found
+        if max(len(over), len(under)) <= MOST_DIGITS
+    ]
 
 
 def _same_number(item: Item, text: str) -> bool:
@@ -279,8 +286,8 @@ def _mbpp(row: Mapping[str, Any], number: int) -> Item:
 
 
 def _passes_asserts(item: Item, text: str) -> bool:
-    setup = item.target["setup"] + "\n" if item.target["setup"] else ""
-    return passes(setup + code_of(text), item.target["tests"])
+    # The setup of some tasks makes objects of a class that the answer has to define.
+    return passes(code_of(text), item.target["setup"] + "\n" + item.target["tests"])
 
 
 PROMPT_FIELDS = ("turns", "messages", "prompt", "instruction")
@@ -344,7 +351,7 @@ TASKS = {
             stop=("\nclass ", "\ndef ", "\nif ", "\nprint(", "\n#"),
         ),
         Task(
-            *("mbpp", 1, _mbpp),
+            *("mbpp", 2, _mbpp),
             chat="{prompt}\n\nAnswer with the Python code in a code block.",
             plain="Task: {prompt}\nCode:",
             check=_passes_asserts,

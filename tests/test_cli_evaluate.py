@@ -1,6 +1,7 @@
 """evaluate: tasks, records, resuming, and perplexity."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from datasets import Dataset
 from stops import STOPS
 
 from setblock import evaluate, live, nano, records
+from setblock.loading import load
 
 KEPT = "what is done is kept, go on with --resume"
 
@@ -230,6 +232,32 @@ def test_a_changed_model_is_another_one(run, trained, tmp_path):
     assert (
         'made by another request: {"weights"' in run("evaluate", folder, *words, "--resume").error
     )
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e6])
+def test_perplexities_that_are_no_numbers(run, trained, tmp_path, factor):
+    model, folder, data = load(trained), tmp_path / "model", tmp_path / "text.txt"
+    model.network.model.norm.weight.data *= factor
+    model.network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    data.write_text("some text")
+    words = ("evaluate", folder, "--task", "perplexity", "--data", data, "--dtype", "float32")
+    words = (*words, "--mask-token-id", model.mask_token_id, "--out", tmp_path / "record.json")
+    result = run(*words)
+    if math.isnan(factor):
+        assert result.error == f"the logits of {folder} are not numbers: look at its weights"
+        assert not (tmp_path / "record.json").exists()
+    else:
+        assert result.code == 0
+        assert json.loads((tmp_path / "record.json").read_text())["results"][0]["score"] is None
+
+
+def test_the_perplexity_of_a_text_with_the_mask_token(run, trained, tmp_path):
+    model, data = load(trained), tmp_path / "texts.jsonl"
+    mask = str(model.tokenizer.convert_ids_to_tokens(model.mask_token_id))
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", f"two {mask}")))
+    error = run("evaluate", trained, "--task", "perplexity", "--data", data).error
+    assert f"text 2 of at least two tokens holds the mask token {mask!r}, which is never" in error
 
 
 def test_evaluate_perplexity(run, trained, checkpoint, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Records: where they come from, safe writing, and journals that go on after a stop."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from setblock import records
-from setblock.records import Journal
+from setblock.records import Journal, save_record
 
 
 def test_a_new_record_says_where_it_comes_from(monkeypatch):
@@ -98,6 +99,24 @@ def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
 
 
 REQUEST = {"models": ["m"], "limit": 2}
+
+
+def test_numbers_that_json_has_no_word_for(tmp_path):
+    save_record({"results": [{"score": math.inf, "interval": (0.5, math.nan)}]}, tmp_path / "r")
+    assert json.loads((tmp_path / "r").read_text())["results"] == [
+        {"score": None, "interval": [0.5, None]}
+    ]
+
+
+def test_a_place_where_nothing_can_be_written_is_told_first(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError) as raised:
+        Journal({}, tmp_path / "file" / "deep" / "r.json")
+    assert raised.value.filename == str(tmp_path / "file")
+    with pytest.raises(OSError, match="/proc"):
+        Journal({}, Path("/proc/r.json"))
+    Journal({}, tmp_path / "new" / "r.json")
+    assert not (tmp_path / "new").exists(), "nothing is left behind"
 
 
 def test_a_journal_without_a_path_writes_nothing(tmp_path, monkeypatch):

@@ -173,6 +173,15 @@ def test_numbers_that_no_command_measures(run, records, tmp_path, place, value):
     assert not (tmp_path / "out").exists()
 
 
+def test_bounds_that_rounding_put_beside_the_score(run, records, tmp_path):
+    """As earlier versions wrote them where all answers were right."""
+    record = json.loads(records["scores"].read_text())
+    record["results"][1] |= {"score": 1.0, "interval": [0.51, 1 - 1e-15]}
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(record))
+    assert run("report", older, "--out", tmp_path / "out").code == 0
+
+
 def test_answers_are_paired_across_records(run, folder, tmp_path):
     """The same problems one and two at a time; other problems are left alone."""
     files = [tmp_path / f"{name}.json" for name in ("one", "two", "other")]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import asdict
 from itertools import product
 from statistics import NormalDist
@@ -54,16 +55,21 @@ def test_ratio_interval_covers_the_ratio():
 def test_ratio_interval_of_few():
     assert ratio_interval([(5, 2)]) is None
     assert ratio_interval([(4, 2), (6, 3), (2, 1)]) == (2, 2)
-    # Of equally many forwards it is that of a mean: 1.959964 * sqrt(2 / 2) around 3.
-    assert ratio_interval([(2, 1), (4, 1)]) == pytest.approx((3 - 1.959964, 3 + 1.959964))
+    # Of equally many forwards it is that of a mean: t(n - 1) * sqrt(variance / n) around it.
+    assert ratio_interval([(2, 1), (4, 1)]) == pytest.approx((0, 3 + 12.7062))
+    for n, t in ((3, 4.30265), (11, 2.22814), (12, 2.20099), (21, 2.08596), (101, 1.98397)):
+        values = [20 + one % 3 for one in range(n)]
+        mean, half = statistics.mean(values), t * statistics.stdev(values) / math.sqrt(n)
+        bounds = ratio_interval([(one, 1) for one in values])
+        assert bounds == pytest.approx((mean - half, mean + half), abs=1e-4)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 50])
+@pytest.mark.parametrize("n", [1, 2, 4, 7, 10, 50, 150, 300])
 def test_the_interval_holds_the_share_and_mirrors(n):
     for correct in range(n + 1):
         low, high = wilson_interval(correct, n)
         assert 0 <= low < high <= 1
-        assert low - 1e-12 <= correct / n <= high + 1e-12
+        assert low <= correct / n <= high
         assert wilson_interval(n - correct, n) == pytest.approx((1 - high, 1 - low))
 
 

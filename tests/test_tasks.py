@@ -133,6 +133,8 @@ def test_numbers_are_compared_by_value() -> None:
     assert not right("gsm8k", "#### 12055")
     assert final_number("#### \u22123") == Fraction(-3)
     assert final_number("#### 5 #### 6") == Fraction(6)
+    assert final_number("#### " + "1" * 5000) is None, "a loop, more than Python reads as a number"
+    assert final_number("It is 7, and 1/" + "1" * 5000) == 7
     assert right("svamp", "#### 5.0")
     assert item("svamp").prompt == "Dave has 3, How many?"
     assert item("gsm8k").answer == "2 + 3 = 5\nSo $1,205.\n#### 1,205"
@@ -198,6 +200,10 @@ def test_programs_and_their_asserts() -> None:
     check = TASKS["mbpp"].check
     assert check is not None
     assert check(setup, "def double(x): return two * x")
+    made = TASKS["mbpp"].read(ROWS["mbpp"] | {"test_setup_code": "two = Two()"}, 1)
+    assert check(
+        made, "class Two(int):\n    def __new__(cls): return 2\ndef double(x): return two * x"
+    )
 
 
 def test_code_of_an_answer() -> None:

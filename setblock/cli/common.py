@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import sys
 import warnings
@@ -369,17 +368,11 @@ def busy_note() -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """All that stdout holds with --json; numbers that JSON has no word for are null."""
+    from setblock.records import finite
+
     if sys.stdout is None:
         raise OSError("can't write the JSON object: stdout is closed")
-    print(json.dumps(_finite(value), allow_nan=False), flush=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(finite(value), allow_nan=False), flush=True)
 
 
 def fail(message: str, code: int) -> NoReturn:
