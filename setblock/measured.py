@@ -23,6 +23,11 @@ COMPARISON = (
     "task", "first", "second", "only_first", "only_second", "p_value", "identical_share",
     "wall_clock_ratio",
 )  # fmt: skip
+# What lines of one name may differ in.
+APART = (
+    "task_version", "chat", "shots", "dtype", "packed", "batch_size", "max_new_tokens", "seed",
+    "top_p", "top_k", "ignore_eos", "window",
+)  # fmt: skip
 
 
 @dataclass
@@ -84,9 +89,47 @@ def read(paths: Sequence[Path]) -> Measured:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is no record; those are {KINDS}") from error
+    _tell_apart(found.scores)
     _pair_up(found)
     _name_models(found)
     return found
+
+
+def name_of(line: dict[str, Any]) -> str:
+    """Model and decoding of a line in a few words."""
+    words, settings = [line["model"], line["mode"], line["solver"]], line.get("settings") or {}
+    if line["mode"] != "ntp" and settings.get("block_size"):
+        words.append(f"k={settings['block_size']}")
+    if settings.get("slide"):
+        words.append("sliding")
+    if settings.get("next_token_seed"):
+        words.append("next-token seed")
+    if settings.get("fallback") is not None:
+        words.append(f"fallback {settings['fallback']}")
+    if line["mode"] == "verified" and settings.get("draft") == "branches":
+        words.append(f"{settings.get('branches') or 'all'}+{settings.get('seeds', 0)}")
+        words += [f"lookup {settings['lookup']}"] if settings.get("lookup") else []
+    if settings.get("lenience", 1) != 1:
+        words.append(f"lenience {settings['lenience']}")
+    if (sampler := settings.get("sampler") or {}).get("temperature"):
+        words.append(f"temperature {sampler['temperature']}")
+    return " ".join(filter(None, [*words, *line.get("apart", ())]))
+
+
+def _tell_apart(lines: Sequence[dict[str, Any]]) -> None:
+    """Have lines on one task that would have the same name say wherein they differ."""
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        alike.setdefault((line["task"], name_of(line)), []).append(line)
+    for some in alike.values():
+        facts = []
+        for line in some:
+            settings = line.get("settings") or {}
+            facts.append({**line, **(settings.get("sampler") or {}), **settings})
+        for name in APART:
+            if len({repr(one.get(name)) for one in facts}) > 1:
+                for line, one in zip(some, facts, strict=True):
+                    line["apart"] = [*line.get("apart", ()), f"{name}={one.get(name)}"]
 
 
 class OutOfRange(ValueError):
@@ -183,4 +226,6 @@ def _pair_up(found: Measured) -> None:
         if first[0] != path:
             compared = compare(first[1], line, (first[2], samples))
             # Seconds of different times, perhaps machines, make no ratio.
+            for side, of in (("first", first[1]), ("second", line)):
+                compared[side]["apart"] = of.get("apart", ())
             found.comparisons.append({**compared, "wall_clock_ratio": None})

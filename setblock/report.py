@@ -11,7 +11,7 @@ from typing import Any
 
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
-from setblock.measured import Measured, read
+from setblock.measured import Measured, name_of, read
 from setblock.tune import words
 
 PAGE = Path(__file__).with_name("report.html")
@@ -40,19 +40,6 @@ class Shown:
         body = "".join(row(one, "td") for one in self.rows)
         head = f"<h2>{html.escape(self.title)}</h2>"
         return f"{head}<div class=wide><table>{row(self.header, 'th')}{body}</table></div>"
-
-
-def name_of(line: dict[str, Any]) -> str:
-    """Model and decoding of a line in a few words."""
-    words, settings = [line["model"], line["mode"], line["solver"]], line.get("settings") or {}
-    if line["mode"] != "ntp" and settings.get("block_size"):
-        words.append(f"k={settings['block_size']}")
-    if line["mode"] == "verified" and settings.get("draft") == "branches":
-        words.append(f"{settings.get('branches') or 'all'}+{settings.get('seeds', 0)}")
-        words += [f"lookup {settings['lookup']}"] if settings.get("lookup") else []
-    if settings.get("lenience", 1) != 1:
-        words.append(f"lenience {settings['lenience']}")
-    return " ".join(filter(None, words))
 
 
 def tables(found: Measured) -> list[Shown]:
@@ -135,7 +122,7 @@ def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
         str(line["n"]),
         _cell(line["score"], form),
         " to ".join(f"{end:{form}}" for end in low_high),
-        f"{line['tokens_per_forward']:.2f}",
+        "" if line["task"] == PERPLEXITY else f"{line['tokens_per_forward']:.2f}",
         " to ".join(f"{end:.2f}" for end in rates),
         _cell(line.get("eos_share"), ".1%"),
         _cell(line.get("repetition"), ".1%"),

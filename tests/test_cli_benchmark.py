@@ -229,6 +229,14 @@ def test_wrong_words_of_benchmark(run, trained, words, message):
     assert message in run("benchmark", trained, *words).error
 
 
+def test_a_batch_of_more_prompts_than_there_are(run, trained, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    words = ("--task", "prompts", "--data", data, "--batch-size", "3")
+    error = run("benchmark", trained, *words).error
+    assert error == "--batch-size 3 is more than the 2 prompts there are"
+
+
 def test_a_record_names_a_gpu_only_where_it_computed(run, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")

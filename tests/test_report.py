@@ -173,6 +173,35 @@ def test_numbers_that_no_command_measures(run, records, tmp_path, place, value):
     assert not (tmp_path / "out").exists()
 
 
+def test_lines_that_would_have_one_name_say_wherein_they_differ(run, records, tmp_path):
+    record = json.loads(records["scores"].read_text())
+    del record["comparisons"]
+    line = record["results"][-1] | {"mode": "sbd", "solver": "fixed:2"}
+    lines = []
+    for told, settings in (
+        ({"dtype": "float32"}, {}),
+        ({"dtype": "bfloat16"}, {}),
+        ({"dtype": "float32"}, {"max_new_tokens": 7}),
+        ({"dtype": "float32"}, {"slide": True}),
+        ({"dtype": "float32"}, {"fallback": 0.5, "next_token_seed": True}),
+        ({"dtype": "float32"}, {"sampler": line["settings"]["sampler"] | {"temperature": 0.5}}),
+    ):
+        own = line["settings"] | {"slide": False, "max_new_tokens": 9} | settings
+        lines.append({**line, **told, "settings": own})
+    names = [
+        "dtype=float32 max_new_tokens=9", "dtype=bfloat16 max_new_tokens=9",
+        "dtype=float32 max_new_tokens=7", "sliding", "next-token seed fallback 0.5",
+        "temperature 0.5",
+    ]  # fmt: skip
+    (tmp_path / "several.json").write_text(json.dumps(record | {"results": lines}))
+    found = measured.read([tmp_path / "several.json"])
+    start = measured.name_of(line | {"model": found.scores[0]["model"]})
+    assert [measured.name_of(one) for one in found.scores] == [f"{start} {one}" for one in names]
+    assert run("report", tmp_path / "several.json", "--out", tmp_path / "out").code == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert all(f"{start} {name} |" in text for name in names)
+
+
 def test_bounds_that_rounding_put_beside_the_score(run, records, tmp_path):
     """As earlier versions wrote them where all answers were right."""
     record = json.loads(records["scores"].read_text())
@@ -192,9 +221,10 @@ def test_answers_are_paired_across_records(run, folder, tmp_path):
     [pair] = found.comparisons
     assert (pair["task"], pair["n"], pair["identical_share"]) == ("json", 2, 1.0)
     assert pair["wall_clock_ratio"] is None
-    assert report.name_of(pair["second"]) == f"{folder.name} sbd entropy:0.1 k=4"
+    name = f"{folder.name} sbd entropy:0.1 k=4"
+    assert report.name_of(pair["second"]) == f"{name} batch_size=2"
     text = "\n".join(one.markdown() for one in report.tables(found))
-    assert "json: " + " against ".join([report.name_of(pair["first"])] * 2) in text
+    assert f"json: {name} batch_size=2 against {name} batch_size=1" in text
 
 
 def test_samples_keep_the_forward_of_each_token(folder):

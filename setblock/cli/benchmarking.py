@@ -202,6 +202,8 @@ def benchmark(
             tell_undrafted(settings_for(model, rows, mode="verified", **given), each, rows)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
+    if (rows := max(numbers["batch-size"])) > len(ids):
+        raise ValueError(f"--batch-size {rows} is more than the {len(ids)} prompts there are")
     room = model.context_length
     for name, most, more in (
         ("cached", max(cached or [0]), 2 * size),
