@@ -50,7 +50,8 @@ def compare(
     speedup: of the decoding time per token behind those of the prompts' forward against the
     baseline, median over the repeats with the least and the most; total_speedup: of all time and
     tokens. identical_share: of answers with
-    the baseline's token ids. speedup is None where no answer has a second token, or all are the
+    the baseline's token ids. settings: of our own modes, all that was chosen, by a checkpoint or by
+    arithmetic too. speedup is None where no answer has a second token, or all are the
     first forward's.
 
     Of our own modes with one prompt at a time: efficiency, the speed-up for each token per forward
@@ -117,6 +118,7 @@ def _lines(
         shares = [gain / most for gain, most in zip(gains[False], ceilings, strict=False)]
         yield {
             "contender": name,
+            "settings": runs[0].settings,
             "batch_size": batch_size,
             "prompt_tokens": statistics.mean(map(len, prompts)),
             "n": len(prompts),

@@ -34,6 +34,7 @@ class Timing:
         bring whole blocks.
     forwards: of a single prompt's, behind its own: cached tokens, query tokens, noisy ones of them,
         logits.
+    settings: of our own modes, `Settings.described`.
     """
 
     prefill_s: float
@@ -43,6 +44,7 @@ class Timing:
     token_ids: tuple[tuple[int, ...], ...]
     forwards: tuple[tuple[int, int, int, int], ...] = ()
     first: int | None = None
+    settings: dict[str, Any] | None = None
 
     @property
     def decoded(self) -> int:
@@ -83,6 +85,7 @@ def ours(**options: Any) -> Contender:
                 for cached, layout, wanted in seen[answers[0].prefill_forwards :]
             ),
             first=sum(one.reveal_step.count(1) for one in answers) if yields else 0,
+            settings=answers[0].settings.described,
         )
 
     return run

@@ -12,8 +12,8 @@ Source: arXiv:2509.04185 algorithms 2 and 3; of blocks that slide, arXiv:2509.24
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -151,6 +151,11 @@ class Settings:
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
 
     @property
+    def described(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "solver": str(self.solver)}
+
+    @property
     def uses_solver(self) -> bool:
         """Whether `solver` has a say."""
         return self.mode == "sbd" or (self.mode == "verified" and self.draft == "solver")
@@ -174,6 +179,10 @@ class Settings:
     def num_slots(self) -> int:
         """Positions that a row takes after its prompt."""
         return -(-self.max_new_tokens // self.stride) * self.stride
+
+    def room(self, left: Any) -> Any:
+        """How many tokens an answer has room for where so many positions are left, or arrays."""
+        return left // self.stride * self.stride
 
 
 class Rows:
@@ -214,7 +223,7 @@ class Rows:
             self.tokens[slot, : len(prompt)] = prompt
         self.start = np.array(lengths)
         self.prompt_end = self.start.copy()
-        room = (model.context_length - self.start) // settings.stride * settings.stride
+        room = settings.room(model.context_length - self.start)
         self.limit = self.start + np.minimum(settings.max_new_tokens, room)
         self.rows = np.array(rows)
         self.nfe = np.zeros_like(self.start)

@@ -95,9 +95,9 @@ class Engine(GenerateManager):
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
                 settings = settings_for(self.model, **asked.options)
-                size = settings.stride
-                limit = (context - len(ids)) // size * size
+                limit = settings.room(context - len(ids))
                 if limit < 1:
+                    size = settings.stride
                     block = "a token" if size == 1 else f"a block of {size}"
                     raise Refused(
                         asked.prompt,
@@ -108,6 +108,7 @@ class Engine(GenerateManager):
             return iter(stream(self.model, [ids], **options))
         except (ValueError, TypeError) as error:
             message = str(error).replace("max_new_tokens", asked.limited_by)
+            message = message.replace(", or name another by mask_token_id", "")  # not a client's
             if message.startswith("prompt 0 "):  # the only one
                 message = message.replace("prompt 0", asked.prompt, 1)
             field, _, why = message.partition(" ")

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -151,7 +151,7 @@ def run(
         "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "packed": model.packed,
-        "settings": describe(settings),
+        "settings": settings.described,
         **(form.describe() if form else {}),
     }
     return line, score
@@ -366,8 +366,3 @@ def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
             f"{one['wall_clock_ratio']:.2f}x",
         )
     return shown
-
-
-def describe(settings: Any) -> dict[str, Any]:
-    """Decoding settings as JSON values."""
-    return {**asdict(settings), "solver": str(settings.solver)}

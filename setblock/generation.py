@@ -379,7 +379,7 @@ def _check_prompt(
             f"prompt {row} has {len(prompt)} tokens and leaves no room for an answer in the "
             f"model's context of {model.context_length} tokens{model.context_note}"
         )
-    most = (model.context_length - len(prompt)) // settings.stride * settings.stride
+    most = settings.room(model.context_length - len(prompt))
     if settings.num_slots > most and not (shortens and most):
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:

@@ -160,14 +160,15 @@ def final_number(text: str) -> Fraction | None:
 
     That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
     "Answer:", else the last number of the text; None if there is none. Behind such a mark it is the
-    first one, of an equation the first behind the last "=".
+    first one, of an equation the first behind the last "=" that stands in no parentheses.
     """
     text = re.sub(r"\{,\}|\\[,!;: ]", ",", text)  # LaTeX's ways of parting thousands
     marked = [re.findall(r"####\s*([^\n#]*)", text), _boxed(text)]
     marked.append(re.findall(r"(?i)answer(?: is|:)\s*([^\n]*)", text))
     for said in marked:
         if said:
-            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", said[-1].rpartition("=")[2])
+            line = re.sub(r"\([^()]*=[^()]*\)", "", said[-1]).rpartition("=")[2]
+            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", line)
             if numbers := _numbers(line) or _numbers(said[-1]):
                 return numbers[0]
     numbers = _numbers(text)
@@ -176,29 +177,48 @@ def final_number(text: str) -> Fraction | None:
 
 def _boxed(text: str) -> list[str]:
     """What stands in each \\boxed, braces within it included."""
-    found = []
-    for match in re.finditer(r"\\boxed\{", text):
-        depth, end = 1, match.end()
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        if not depth:
-            found.append(text[match.end() : end - 1])
-    return found
+    found, opened = [], []  # of each brace that is open: where its \\boxed begins to say something
+    for brace in re.finditer(r"\\boxed\{|[{}]", text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[0] != "{" else None)
+        elif opened and (first := opened.pop()) is not None:
+            found.append((first, brace.start()))
+    return [text[first:end] for first, end in sorted(found)]
 
 
 MOST_DIGITS = 1000  # of a number; what loops may repeat a digit, and Python reads 4,300 at most
 
 
+# Ways of writing a number -> the one that is read.
+TIMES_TEN = (
+    r"(?:(\d) ?(?:x|\*|\u00d7|\\times|\\cdot) ?|(?<![\w.]))10\^(?:\{(-?\d{1,3})\}|(\d{1,3}))"
+)
+WRITTEN = (
+    (r"[\u2212\u2013]", "-"),
+    (r"-\\?[$\u20ac\u00a3](?=[\d.])", "-"),
+    (r"(\d) ?\\([dt]?frac)", r"\1 \\\2"),
+    (r"\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    (TIMES_TEN, lambda found: f"{found[1] or 1}e{found[2] or found[3]}"),
+)
+PART = r"/([1-9]\d*)(?![\w/.])"
+WRITTEN_NUMBER = re.compile(
+    rf"""
+    ((?<![\w.])-)?
+    (?:(?<![\w.])(\d+)\ (?=\d+{PART.replace("(", "(?:", 1)}))?  # of a whole number and a part
+    ((?:(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\w))?)
+    (?:{PART})?
+    """,
+    re.VERBOSE,
+)
+
+
 def _numbers(text: str) -> list[Fraction]:
-    digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-    power = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
-    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("\u2212", "-"))
-    found = re.findall(rf"((?:(?<![\w.])-)?(?:{digits}){power})(?:/([1-9]\d*)(?![\w/.]))?", text)
+    for form, plain in WRITTEN:
+        text = re.sub(form, plain, text)
     return [
-        Fraction(over.replace(",", "")) / int(under or 1)
-        for over, under in found
-        if max(len(over), len(under)) <= MOST_DIGITS
+        (int(whole or 0) + Fraction(over.replace(",", "")) / int(under or 1)) * (-1 if minus else 1)
+        for minus, whole, over, under in WRITTEN_NUMBER.findall(text)
+        if max(len(whole), len(over), len(under)) <= MOST_DIGITS
     ]
 
 
@@ -326,12 +346,12 @@ TASKS = {
     task.name: task
     for task in (
         Task(
-            *("gsm8k", 2, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("gsm8k", 3, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
         Task(
-            *("svamp", 2, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("svamp", 3, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),

@@ -62,6 +62,9 @@ def test_who_takes_part_in_a_benchmark(run, trained, words, names):
     few = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "4", "--cached", "0", "--no-vllm"]
     record = run("benchmark", trained, *few, *words, "--json").json
     assert [line["contender"] for line in record["results"]] == names
+    for line in record["results"]:
+        own = line["contender"] in ("ntp", "sbd", "verified")
+        assert (line["settings"] or {}).get("mode") == (line["contender"] if own else None)
     assert record["request"]["transformers"] == ("--no-transformers" not in words)
     given = [after for word, after in pairwise(words) if word == "--mode"]
     assert record["request"]["mode"] == given

@@ -3,6 +3,8 @@
 import errno
 import gc
 import json
+import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -307,6 +309,20 @@ def test_no_complaint_of_the_interpreter_about_a_full_disk():
         process = setblock_process("--help", stdout=full)
         _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (1, "error: No space left on device\n")
+
+
+def test_the_hub_s_tries_are_not_told():
+    """Its library sets its own level when it is imported."""
+    program = (
+        "from setblock.cli.common import starting; starting('nano')\n"
+        "from huggingface_hub.utils import logging; print(logging.get_verbosity())"
+    )
+    for given, level in (({}, logging.ERROR), ({"HF_HUB_VERBOSITY": "info"}, logging.INFO)):
+        own = {name: value for name, value in os.environ.items() if name != "HF_HUB_VERBOSITY"}
+        told = subprocess.run(
+            [sys.executable, "-c", program], env=own | given, capture_output=True, text=True
+        )
+        assert told.stdout == f"{level}\n", told.stderr
 
 
 def test_ctrl_c_in_the_middle_of_an_answer(checkpoint, tmp_path):

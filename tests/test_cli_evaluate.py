@@ -200,7 +200,8 @@ def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch, noise
     monkeypatch.setattr(records.Journal, "add", killed)
     path = tmp_path / "stopped.json"
     more: list[str] = []
-    while (result := run("evaluate", trained, *words, "--out", path, *more)).code:
+    out = ["--out", path] if noise else [f"--out={path}"]
+    while (result := run("evaluate", trained, *words, *out, *more)).code:
         there = f"{path} holds {2 * (count // 3 - 1)} answers\n" if more else ""
         assert result.err == f"{there}error: interrupted: {KEPT}\n"
         more = ["--resume"]
@@ -318,6 +319,8 @@ def test_evaluate_perplexity(run, trained, checkpoint, tmp_path, monkeypatch):
     for wrong, message in (
         (["--mode", "ntp"], "--mode: perplexity reads text and decodes none"),
         (["--shots", "1"], "--shots: perplexity reads"),
+        (["--batch-size", "8"], "--batch-size: perplexity reads a text at a time"),
+        (["--max-new-tokens", "8"], "--max-new-tokens: perplexity reads a text at a time"),
         (["--data", plain, "--window", "1"], "window must lie in 2..256, got 1"),
         ([], "task perplexity needs its text: --data FILE"),
     ):

@@ -26,6 +26,9 @@ def test_roofline_of_another_model_and_machine(run):
     assert answer["device"]["bytes_per_weight"] == 0.5
     assert (len(answer["table3"]), len(answer["table4"])) == (1, 1)
     assert "is more than a block of 16 holds" in run(*words, "--nfe-speedup", "17").error
+    narrow = run("roofline", "--block-size", "4", "--nfe-speedup", "2").error
+    assert narrow == "--nfe-speedup is for blocks of at least 8, got blocks of [4]"
+    assert "Wall-clock speed-up" not in run("roofline", "--block-size", "4").out
     shown = run(*words).out
     assert f"{answer['table4'][0]['value']:.3f}" in shown
     assert "qwen3-8b on l4" in shown

@@ -70,6 +70,9 @@ def test_slide_reaches_benchmark_and_profile(run, checkpoint, slides):
             found[words] = record["results"][-1]
             assert record["slide"] is (("--slide",) == words or (not words and slides))
             assert record["request"]["slide"] is (None if not words else words == ("--slide",))
+            settings = found[words]["settings"]
+            assert (settings["solver"], settings["block_size"]) == ("fixed:3", 4)
+            assert settings["slide"] is record["slide"]
         if command == "benchmark":  # whose answers are as long as each other
             whole, sliding = (
                 found[(word,)]["tokens_per_forward"] for word in ("--no-slide", "--slide")

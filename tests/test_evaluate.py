@@ -218,7 +218,7 @@ def test_ntp_has_no_solver(model, problems):
 
 def test_describe_is_json():
     settings = settings_for(TableModel.random(), solver="fixed:2", temperature=0.5)
-    described = evaluate.describe(settings)
+    described = settings.described
     assert described["solver"] == "fixed:2"
     assert json.loads(json.dumps(described))["sampler"]["temperature"] == 0.5
 
@@ -248,7 +248,7 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     line, _ = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
     assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
     assert (line["n"], line["correct"]) == (3, 1)
-    assert (line["task_version"], line["chat"], line["shots"]) == (2, False, 2)
+    assert (line["task_version"], line["chat"], line["shots"]) == (3, False, 2)
     assert line["data"] == "sums.jsonl"
     assert line["data_sha256"] == hashlib.sha256(sums.read_bytes()).hexdigest()
 

@@ -148,7 +148,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
         ("completions", {"prompt": "a", "max_completion_tokens": 3}, "only max_tokens"),
         ("completions", {"prompt": "a", "model": "other"}, "model must be 'nano', got 'other'"),
         ("completions", {"prompt": "a", "model": 3}, "model must be a text, got 3"),
-        ("completions", {"prompt": "<|mask|>"}, "holds the mask token"),
+        ("completions", {"prompt": "<|mask|>"}, "what is yet to be generated: leave it out"),
         (
             "completions",
             {"prompt": "12345 " * 400, "max_tokens": 1},
@@ -242,7 +242,9 @@ def test_a_prompt_that_leaves_no_room(address, nano):
     ],
 )
 def test_wrong_bodies(address, path, body, message):
-    assert message in refused(address, body, path)["message"]
+    said = refused(address, body, path)["message"]
+    assert message in said
+    assert "mask_token_id" not in said, "a client can't choose it"
 
 
 # Of the tokenizer's method, of which newer versions of transformers have more.

@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -116,13 +117,22 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until it has ended
     if code == 130:  # typer's answer to Ctrl-C, and to what a signal raised
         how, code = told(Stopped(*came[:1]))
-        out = "--out" in sys.argv[:-1] and Path(sys.argv[sys.argv.index("--out") + 1])
+        out = _out_of(sys.argv[2:])
         ways = {
             "evaluate": ": what is done is kept, go on with --resume",
             "tune": ": what is done is kept, go on with --resume",
             "benchmark": f": the rounds that were whole are in {out}",
         }
-        way = ways.get(sys.argv[1], "") if out and out.is_file() else ""
+        way = ways.get(sys.argv[1], "") if out is not None and out.is_file() else ""
         if sys.argv[1] == "speedup":
             way = ": what is done is kept, the same command goes on"
         fail(how + way, code)
+
+
+def _out_of(words: list[str]) -> Path | None:
+    """The file that --out FILE or --out=FILE names."""
+    for word, following in pairwise([*words, ""]):
+        name, given, value = word.partition("=")
+        if name == "--out":
+            return Path(value if given else following)
+    return None

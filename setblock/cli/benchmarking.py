@@ -341,18 +341,19 @@ def profile(
     ids = encode(model, texts, model.tokenizer.chat_template is not None)
     prompts = [measure.stretched(one, prompt_length) for one in ids]
     journal.record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
-    ways, slides = {}, False
+    ways, settings = {}, {}
     for one in modes:
         options: dict[str, Any] = {"mode": one.value, "max_new_tokens": max_new_tokens}
         options |= {"block_size": block_size} if one is not Mode.ntp else {}
         options |= {"solver": solver, "slide": slide} if one is Mode.sbd else {}
-        slides |= settings_for(model, **options).slide  # bad values are refused here
+        settings[one.value] = settings_for(model, **options)  # bad values are refused here
         ways[one.value] = options
-    journal.record["slide"] = slides
+    journal.record["slide"] = any(one.slide for one in settings.values())
     for name, options in ways.items():
         with err.status(Text(f"{name}: {len(prompts)} prompts, {repeats} rounds")):
             line = profiling.profiled(model, prompts, repeats, **options)
-        journal.finish({"task": "profile", "model": model.name, "mode": name, **line})
+        told = {"mode": name, "settings": settings[name].described}
+        journal.finish({"task": "profile", "model": model.name, **told, **line})
     journal.save()
     if as_json:
         print_json(journal.record)

@@ -1,7 +1,6 @@
 """What the commands share: the application, its consoles, options, and how it loads and fails."""
 
 import json
-import logging
 import os
 import sys
 import warnings
@@ -259,7 +258,6 @@ def load_model(
     pack: Switch | None = None,
 ) -> "Model":
     """The model of a command; a spinner on a terminal meanwhile."""
-    quiet_libraries()
     with starting(name):
         from transformers.utils import logging as transformers_logging
 
@@ -285,6 +283,7 @@ def starting(*models: str) -> Status:
     """
     from setblock.names import check
 
+    quiet_libraries()
     for model in models:
         check(model)
     return err.status("starting")
@@ -294,7 +293,7 @@ def quiet_libraries() -> None:
     """What libraries say at import and nobody here can act on, before they are imported."""
     # trl's own default for SFTConfig; transformers will rename the field.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its tries
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each of its tries
 
 
 def warn_unfit(model: "Model", mode: str) -> None:

@@ -193,6 +193,11 @@ def evaluate(
     if task == [evaluation.PERPLEXITY]:
         if useless := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"--{useless[0]}: perplexity reads text and decodes none")
+        for name, value, usual in (
+            ("batch-size", batch_size, 32), ("max-new-tokens", max_new_tokens, 256)
+        ):  # fmt: skip
+            if value != usual:
+                raise ValueError(f"--{name}: perplexity reads a text at a time and decodes none")
         if data is None:
             raise ValueError("task perplexity needs its text: --data FILE")
         if limit < 1:

@@ -74,6 +74,8 @@ def roofline(
         if any(value < 1 for value in values or []):
             raise ValueError(f"--{name} must be at least 1, got {values}")
     wide = [size for size in block_size or [2, 4, 8, 16, 32, 64] if size >= 8]  # of table 4
+    if nfe_speedup and not wide:
+        raise ValueError(f"--nfe-speedup is for blocks of at least 8, got blocks of {block_size}")
     if wide and max(nfe_speedup or [0]) > min(wide):
         raise ValueError(
             f"--nfe-speedup {max(nfe_speedup or [0]):g} is more than a block of {min(wide)} holds"
@@ -100,6 +102,8 @@ def roofline(
         ),
         ("table4", "Wall-clock speed-up of blocks of k at that many tokens per forward"),
     ):
+        if not cells[key]:  # no block is wide enough
+            continue
         places = ["batch", "kv"] + (["nfe_speedup"] if key == "table4" else [])
         sizes = sorted({cell["block_size"] for cell in cells[key]})
         caption = (
