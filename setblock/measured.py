@@ -1,15 +1,17 @@
 """Records of measurements -> what they hold, checked, by kind."""
 
+import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
+from setblock.names import one_line
 from setblock.scores import Sample, compare
 
 KINDS = (
@@ -23,6 +25,9 @@ COMPARISON = (
     "task", "first", "second", "only_first", "only_second", "p_value", "identical_share",
     "wall_clock_ratio",
 )  # fmt: skip
+FORWARD = ("queries", "batch_size", "cached", "seconds", "ratio")
+# What reading something else than a record raises.
+FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 # What lines of one name may differ in.
 APART = (
     "task_version", "chat", "shots", "dtype", "packed", "batch_size", "max_new_tokens", "seed",
@@ -50,48 +55,67 @@ class Measured:
     samples: list[tuple[Path, dict[str, Any], list[Sample]]] = field(default_factory=list)
 
 
-def read(paths: Sequence[Path]) -> Measured:
+def read(
+    paths: Sequence[Path], check: Callable[[Measured], object] = lambda found: None
+) -> Measured:
     """All records together.
 
-    Raises: ValueError naming a file that is none; OSError.
+    check: what raises one of FAULTS for a record that it can't do with.
+    Raises: ValueError naming a file that is none, or a line of samples; OSError.
     """
     found = Measured()
     for path in dict.fromkeys(path.resolve() for path in paths):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if "answers" in record:
-                _ = record["answers"][0]
-                found.answers += [_replayed(one) for one in record["answers"]]
-                continue
-            origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
-            found.origins.append({"file": path.name, **origin})
-            for run, line in enumerate(record["results"]):
-                if "contender" in line:
-                    found.contenders.append(line)
-                elif "finalists" in line:
-                    found.tunings.append(line)
-                else:
-                    _ = [line[name] for name in LINE]  # KeyError: a line of something else
-                    _, _ = line["interval"] or (0, 0)
-                    _ = float(line["tokens_per_forward"]), Path(line["model"])
-                    _ = line.get("settings", {}).get
-                    if wrong := _out_of_range(line):
-                        raise OutOfRange(f"{path}: results[{run}].{wrong}")
-                    found.scores.append(line)
-                    _read_samples(found, path, run, line)
-            for one in record.get("comparisons", []):
-                _ = [one[name] for name in COMPARISON]
-                sides = {n: _with_settings(one, n, record["results"]) for n in ("first", "second")}
-                found.comparisons.append({**one, **sides})
-            for line in record.get("forwards", []):
-                found.forwards.append({**line, "model": record["results"][0]["model"]})
-        except OutOfRange:
+            one = _read_one(path)
+            check(_together(copy.deepcopy(one)))
+        except Damaged:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is no record; those are {KINDS}") from error
+        except FAULTS as error:
+            why = one_line(error)
+            raise ValueError(f"{path} is no record; those are {KINDS} ({why})") from error
+        for kind in fields(Measured):
+            getattr(found, kind.name).extend(getattr(one, kind.name))
+    return _together(found)
+
+
+def _together(found: Measured) -> Measured:
+    """What lines of several records are to one another, put into them."""
     _tell_apart(found.scores)
     _pair_up(found)
     _name_models(found)
+    return found
+
+
+def _read_one(path: Path) -> Measured:
+    found = Measured()
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if "answers" in record:
+        _ = record["answers"][0]
+        found.answers += [_replayed(one) for one in record["answers"]]
+        return found
+    origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
+    found.origins.append({"file": path.name, **origin})
+    for run, line in enumerate(record["results"]):
+        if "contender" in line:
+            found.contenders.append(line)
+        elif "finalists" in line:
+            found.tunings.append(line)
+        else:
+            _ = [line[name] for name in LINE]  # KeyError: a line of something else
+            _, _ = line["interval"] or (0, 0)
+            _ = float(line["tokens_per_forward"]), Path(line["model"])
+            _ = line.get("settings", {}).get
+            if wrong := _out_of_range(line):
+                raise Damaged(f"{path}: results[{run}].{wrong}")
+            found.scores.append(line)
+            _read_samples(found, path, run, line)
+    for one in record.get("comparisons", []):
+        _ = [one[name] for name in COMPARISON]
+        sides = {name: _with_settings(one, name, record["results"]) for name in ("first", "second")}
+        found.comparisons.append({**one, **sides})
+    for line in record.get("forwards", []):
+        _ = [float(line[name]) for name in FORWARD]
+        found.forwards.append({**line, "model": record["results"][0]["model"]})
     return found
 
 
@@ -132,8 +156,8 @@ def _tell_apart(lines: Sequence[dict[str, Any]]) -> None:
                     line["apart"] = [*line.get("apart", ()), f"{name}={one.get(name)}"]
 
 
-class OutOfRange(ValueError):
-    """A record that was edited into what no command measures."""
+class Damaged(ValueError):
+    """A record or its samples, edited into what no command writes."""
 
 
 ROUNDING = 1e-9  # of an interval's bounds
@@ -186,13 +210,17 @@ def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -
     """Read the samples beside a record, and what they say of a line."""
     file = path.with_suffix(".samples.jsonl")
     samples = []
-    for row in file.read_text(encoding="utf-8").split("\n") if file.is_file() else ():
+    rows = file.read_text(encoding="utf-8").split("\n") if file.is_file() else ()
+    for number, row in enumerate(rows, 1):
         try:
             sample = json.loads(row)
         except ValueError:
             continue  # cut short by a kill
-        if sample.pop("run") == run:
-            samples.append(Sample.from_json(sample))
+        try:
+            if sample.pop("run") == run:
+                samples.append(Sample.from_json(sample))
+        except FAULTS as error:
+            raise Damaged(f"{file}, line {number}, is no sample: {one_line(error)}") from error
     if len(samples) == line["n"]:
         found.samples.append((path, line, samples))
     settings = line.get("settings", {})

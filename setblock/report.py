@@ -248,7 +248,7 @@ def page(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, st
 
 def write(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Write report.md, its plots and index.html into the folder; the files, in that order."""
-    found = read(paths)
+    found = read(paths, lambda one: page(one, tables(one), ()))
     folder.mkdir(parents=True, exist_ok=True)
     shown, plots = tables(found), draw(found, folder)
     texts = {"report.md": markdown(found, shown, plots), "index.html": page(found, shown, plots)}

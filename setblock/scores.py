@@ -40,8 +40,8 @@ class Sample:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Sample":
         """The sample of a line of a file."""
-        names = ("token_ids", "reveal_step")
-        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in names}})
+        steps = tuple(values.get("reveal_step", ()))
+        return cls(**{**values, "token_ids": tuple(values["token_ids"]), "reveal_step": steps})
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Records -> tables, plots and a page; the page itself is opened in tests_browser/."""
 
+import copy
 import json
 import re
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from setblock import evaluate, measured, nano, report
 from setblock.loading import load
@@ -243,6 +245,40 @@ def test_files_that_are_no_record(run, tmp_path, content):
     error = run("report", file, "--out", tmp_path / "out").error
     assert f"{file} is no record; those are the records of `setblock evaluate`" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_damaged_records_are_named(records, tmp_path, monkeypatch):
+    """Whatever stands in the place of any number or text, or is missing: a line, no traceback."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **given: path.touch())
+    file, named = tmp_path / "damaged.json", 0
+    for kind in ("scores", "bench", "tuned", "demo"):
+        whole = json.loads(records[kind].read_text())
+        for part in ("results", "comparisons", "forwards", "answers"):
+            lines = whole.get(part, [])[:1]
+            for name in [name for line in lines for name in line]:
+                for value in ("gone", "a text", [], {}):
+                    damaged = copy.deepcopy(whole)
+                    damaged[part][0][name] = value
+                    if value == "gone":
+                        del damaged[part][0][name]
+                    file.write_text(json.dumps(damaged))
+                    try:
+                        report.write([file], tmp_path / "out")
+                    except ValueError as error:
+                        assert str(error).startswith(str(file)), (kind, name, value)  # noqa: PT017
+                        named += 1
+    assert named > 100
+
+
+def test_damaged_samples_are_named(run, records, tmp_path):
+    file = records["scores"].with_suffix(".samples.jsonl")
+    first, *rest = file.read_text().splitlines()
+    sample = json.loads(first)
+    for name in ("run", "index", "token_ids", "nfe"):
+        less = {key: value for key, value in sample.items() if key != name}
+        file.write_text("\n".join([*rest, json.dumps(less)]))
+        error = run("report", records["scores"], "--out", tmp_path / "out").error
+        assert error.startswith(f"{file}, line {len(rest) + 1}, is no sample: "), name
 
 
 def test_a_missing_file(run, tmp_path):
