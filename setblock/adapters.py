@@ -150,7 +150,9 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
         check_chain(config, folder, chain_width)
     with_chain(network, chain_width)
     if not chain_width or chain.NAME in saved:
-        return _to_train(PeftModel.from_pretrained(network, folder, is_trainable=True))
+        adapted: Any = PeftModel.from_pretrained(network, folder, is_trainable=True)
+        check_all_taken(adapted, folder)
+        return _to_train(adapted)
     # peft reads no adapter that lacks a part: the new chain's first values stand in for it.
     weights = load_peft_weights(str(folder), device=str(network.device))
     fresh: Any = chain_of(network)
@@ -162,6 +164,22 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
     config.base_model_name_or_path = base_name
     set_peft_model_state_dict(adapted, weights)
     return _to_train(adapted)
+
+
+def check_all_taken(adapted: Any, folder: str | Path) -> None:
+    """Raises: ValueError if the adapter in this folder holds weights that the network took not,
+    about which peft says nothing.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    held = load_peft_weights(str(folder), device="cpu").keys()
+    taken = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    if left := sorted(held - taken):
+        raise ValueError(
+            f"the adapter holds {len(left)} weights that have no place on this base by its "
+            f"adapter_config.json, {left[0]} the first of them"
+        )
 
 
 def check_chain(config: Any, folder: str | Path, width: int) -> None:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
 
 from setblock.files import write_whole
-from setblock.names import HUB_FILES, ModelError, any_of, path_of
+from setblock.names import ADAPTER_CONFIG, HUB_FILES, ModelError, any_of, path_of
 
 SETTINGS = {
     "mask_token_id": int,
@@ -47,6 +47,21 @@ def file_of(source: str, name: str) -> str | None:
     except EntryNotFoundError:
         pass
     return None
+
+
+def base_of(source: str) -> str | None:
+    """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
+    path = file_of(source, ADAPTER_CONFIG)
+    if path is None:
+        return None
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{ADAPTER_CONFIG} of {source!r} is no JSON: {error}") from None
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(base, str):
+        raise ModelError(f"{ADAPTER_CONFIG} of {source!r} names no base_model_name_or_path")
+    return base
 
 
 def read_settings(source: str) -> dict[str, Any]:

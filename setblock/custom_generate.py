@@ -70,7 +70,8 @@ def generate(
     tokenizer = given.pop("tokenizer", None)
     config = _config(model, generation_config, given)
     stop = _stopping(stopping_criteria or (), config)
-    wrapped = _wrapped(model, tokenizer)
+    own_settings = getattr(model.generation_config, "setblock", None)
+    wrapped = _wrapped(model, tokenizer, getattr(config, "setblock", own_settings))
     if config.suppress_tokens not in (None, [], [wrapped.mask_token_id]):
         raise ValueError(
             f"suppress_tokens={config.suppress_tokens} is not supported by set block decoding: "
@@ -90,9 +91,9 @@ def generate(
         options["top_p"] = 1.0 if config.top_p is None else config.top_p
         options["top_k"] = TOP_K if config.top_k is None else config.top_k
         options.setdefault("seed", int(torch.randint(2**31, ())))
-    if config.eos_token_id is not None:
-        ends = config.eos_token_id
-        wrapped.eos_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+    if config.eos_token_id is not None or "eos_token_id" in given:
+        ends = [] if config.eos_token_id is None else config.eos_token_id
+        wrapped.eos_token_ids = frozenset(torch.as_tensor(ends).flatten().tolist())
     pad = config.pad_token_id
     if pad is None:
         pad = min(wrapped.eos_token_ids, default=wrapped.pad_token_id)
@@ -188,22 +189,25 @@ def _config(model: Any, config: GenerationConfig | None, given: dict[str, Any]) 
                 f"{', '.join(SHARED)}"
             )
     asked = {name: value for name, value in given.items() if name in known}
-    standard = usual.to_dict()
-    for name, value in {**config.to_dict(), **asked}.items():
-        if name in (*SHARED, *HARMLESS, "setblock", "suppress_tokens") or value in (
-            None,
-            False,
-            [],
-            {},
-        ):
-            continue
-        if name not in standard or value not in (standard[name], *_NEUTRAL.get(name, ())):
-            raise ValueError(
-                f"{name}={value!r} is not supported by set block decoding: leave it out, or decode "
-                "token by token without trust_remote_code"
-            )
+    for name, value in unsupported({**config.to_dict(), **asked}).items():
+        raise ValueError(
+            f"{name}={value!r} is not supported by set block decoding: leave it out, or decode "
+            "token by token without trust_remote_code"
+        )
     config.update(**asked)
     return config
+
+
+def unsupported(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of transformers' settings of generation that ask for what this package has not."""
+    standard = GenerationConfig().to_dict()
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in (*SHARED, *HARMLESS, "setblock", "suppress_tokens")
+        if value not in (None, False, [], {})
+        if name not in standard or value not in (standard[name], *_NEUTRAL.get(name, ()))
+    }
 
 
 # Values that say "off" in another way than by being transformers' default.
@@ -225,13 +229,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _wrapped(network: Any, tokenizer: Any) -> Model:
-    """The network as a Model, made once; its tokenizer from its own folder where none is given."""
+def _wrapped(network: Any, tokenizer: Any, settings: dict[str, Any] | None) -> Model:
+    """The network as a Model, made once for these settings; its tokenizer from its own folder where
+    none is given.
+    """
     known = getattr(network, "_setblock", None)
-    if known is None:
+    if known is None or network._setblock_for != settings:
         name = network.config._name_or_path
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
-        settings = getattr(network.generation_config, "setblock", None)
-        known = Model(network, tokenizer, name, settings=settings)
-        network._setblock = known
+        tokenizer = tokenizer or (known and known.tokenizer) or AutoTokenizer.from_pretrained(name)
+        known = Model(network, tokenizer, name, settings=copy.deepcopy(settings))
+        network._setblock, network._setblock_for = known, copy.deepcopy(settings)
     return copy.copy(known)  # this call's end tokens stay its own

@@ -1,13 +1,17 @@
 """Checkpoints that stock tools decode by blocks."""
 
 import json
+import logging
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from setblock.checkpoint import write_settings
+from setblock.custom_generate import unsupported
 from setblock.files import let_read
 from setblock.model import Model
+
+log = logging.getLogger(__name__)
 
 # Stock transformers runs this file with trust_remote_code=True; without, it decodes token by token.
 GENERATE = '''\
@@ -29,7 +33,8 @@ def export(model: Model, folder: Path) -> None:
     """Write the model with its tokenizer, settings and the code that stock transformers calls.
 
     An adapter is folded in. The mask token is suppressed, so that decoding without our code,
-    token by token, never says it.
+    token by token, never says it. Of its settings of generation those that this package has not,
+    such as penalties, are left out, each with a warning.
     Raises: ValueError for a gated adapter and for a folder that is not empty.
     """
     if model.gated:
@@ -47,6 +52,14 @@ def export(model: Model, folder: Path) -> None:
     path = folder / "generation_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content.pop("_from_model_config", None)  # with it, transformers drops what it does not know
+    dropped = unsupported(content)
+    if content.get("suppress_tokens"):
+        dropped["suppress_tokens"] = content["suppress_tokens"]
+    for name, value in dropped.items():
+        log.warning(
+            "%s asks for %s=%r, which decoding by blocks has not: left out", model.name, name, value
+        )
+        del content[name]
     content["suppress_tokens"] = [model.mask_token_id]
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     own = folder / "custom_generate"

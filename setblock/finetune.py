@@ -11,7 +11,7 @@ from peft import PeftConfig
 from transformers import PrinterCallback, ProgressCallback, TrainerState, set_seed
 
 from setblock import adapters
-from setblock.checkpoint import write_settings
+from setblock.checkpoint import base_of, write_settings
 from setblock.config import SBDConfig
 from setblock.corpus import (
     as_prompts,
@@ -24,7 +24,7 @@ from setblock.corpus import (
 from setblock.data import fingerprint, load_rows, prepare, talks
 from setblock.estimate import describe, estimate
 from setblock.files import let_read
-from setblock.loading import DTYPES, base_of, load, place_of
+from setblock.loading import DTYPES, load, place_of
 from setblock.model import Model
 from setblock.names import lasting
 from setblock.records import new_record, save_record

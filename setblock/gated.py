@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from setblock.adapters import (
     OF_CACHE,
     chain_of,
+    check_all_taken,
     check_chain,
     is_gated,
     scale_of,
@@ -267,10 +268,12 @@ def _check_gate(network: PreTrainedModel, config: Any) -> None:
     if isinstance(head, LoraLayer) or has_rows:
         raise ValueError("a gated adapter must leave the output layer as it is")
     more = [name for name in config.modules_to_save or [] if name != CHAIN]
+    own = config.init_lora_weights  # others than these take something from the base's weights
     for name, value, only in (
         ("bias", config.bias, "none"),
         ("modules_to_save", more, []),
         ("layer_replication", config.layer_replication, None),
+        ("init_lora_weights", own if own not in (False, "gaussian") else True, True),
     ):
         if value != only:
             raise ValueError(
@@ -298,7 +301,9 @@ def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
             raise ValueError(f"the adapter's folder has no {names[0]}")
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         try:
-            return PeftModel.from_pretrained(network, folder)
+            adapted = PeftModel.from_pretrained(network, folder)
         except UserWarning as error:
             first = str(error).partition("[")[2].partition(",")[0].strip("]'. ")
             raise ValueError(f"the adapter lacks weights, {first} the first of them") from error
+        check_all_taken(adapted, folder)
+        return adapted

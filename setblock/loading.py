@@ -1,7 +1,6 @@
 """From a name to a model: a bundled one, a checkpoint folder, a GGUF file, or one on the hub."""
 
 import io
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -26,8 +25,8 @@ from transformers.utils import logging as hf_logging
 from setblock import gated, packed
 from setblock.architectures import check_architecture, own_attention, text_part
 from setblock.checkpoint import (
+    base_of,
     checked_settings,
-    file_of,
     fingerprint,
     read_settings,
     write_settings,
@@ -116,20 +115,37 @@ def _load(
         raise ModelError(f"can't load {name!r}: {_from_hub(name)}{one_line(error)}") from error
     if base_name is None:
         return _load_whole(name, source, origin, settings, dtype, device, mask_token_id, four_bit)
+    trained = settings.get("mask_token_id")
+    if mask_token_id is not None and trained not in (None, mask_token_id):
+        raise ModelError(
+            f"{name!r} is an adapter with no trained embedding of mask token {mask_token_id}, but "
+            f"of {trained}: leave mask_token_id out"
+        )
     try:
         base_source, origin = _locate(base_name)
+        if Path(base_source, ADAPTER_CONFIG).is_file() and "gguf_file" not in origin:
+            raise ModelError("which is an adapter itself, and none can be put on another")
         base = _load_whole(
             base_name, base_source, origin, settings, dtype, device, mask_token_id, four_bit
         )
     except ModelError as error:
-        raise ModelError(f"{name!r} is an adapter on {base_name!r}: {error}") from error
+        raise ModelError(
+            f"{name!r} is, by its {ADAPTER_CONFIG}, an adapter on {base_name!r}: {error}"
+        ) from error
     try:
         width = settings.get("chain_width", 0)
         network = gated.put_on(base.network, source, base.mask_token_id, width)
     except (*LOAD_ERRORS, IndexError) as error:  # a trained row that this base does not have
         raise ModelError(f"can't load {name!r}: {one_line(error)}") from error
-    settings["mask_token_id"] = base.mask_token_id
-    model = Model(network, base.tokenizer, name, settings=settings)
+    except (TypeError, AttributeError) as error:  # peft checks no types
+        raise ModelError(
+            f"can't load {name!r}: its {ADAPTER_CONFIG} holds a value of a wrong kind "
+            f"({one_line(error)})"
+        ) from error
+    model = Model(
+        network, base.tokenizer, name, settings=settings | {"mask_token_id": base.mask_token_id}
+    )
+    model.mask_token_source = base.mask_token_source
     model.base = base_name
     try_out(model)
     return model
@@ -238,18 +254,6 @@ def settings_of(name: str) -> dict[str, Any]:
 def _from_hub(name: str) -> str:
     """What to say first of a name that was looked for on the hub."""
     return "" if place_of(name).exists() else "there is no such folder here, and from the hub: "
-
-
-def base_of(source: str) -> str | None:
-    """The MODEL that an adapter's folder or repository names, None for a whole checkpoint."""
-    path = file_of(source, ADAPTER_CONFIG)
-    if path is None:
-        return None
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
-    if not isinstance(base, str):
-        raise ModelError(f"{ADAPTER_CONFIG} of {source!r} names no base_model_name_or_path")
-    return base
 
 
 def fingerprint_of(name: str, settings: bool = True) -> str | None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from setblock.names import BUNDLED, path_of
+from setblock.checkpoint import base_of
+from setblock.names import BUNDLED, SMOLLM2, path_of
 from setblock.roofline import PAPER, PAPER_H100, Device, Dimensions, Experts
 
 
@@ -42,11 +44,11 @@ def device(name: str, weights: str | None = None, cache: str | None = None) -> D
     """A machine by name, with weights and cache in these types; "cpu" is this one, measured.
 
     int4 weights are widened to bf16 before they are multiplied. GPUs have attention in bf16.
-    Default: bf16 both, fp8 for the paper's machine.
+    Default: bf16 both, fp8 for the paper's machine; fp32 for "cpu", or the one that is given.
     Raises: ValueError for an unknown name or type, and for types that a machine does not compute
     in.
     """
-    usual = "fp8" if name == PAPER_H100.name else "bf16"
+    usual = {PAPER_H100.name: "fp8", "cpu": weights or cache or "fp32"}.get(name, "bf16")
     weights, cache = weights or usual, cache or usual
     for what, given, allowed in (
         ("device", name, DEVICES),
@@ -159,6 +161,7 @@ ACTIVE = (
     "top_k_experts",
 )  # fmt: skip
 
+FAULTS = (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError)  # of a configuration
 MODELS = {
     "llama-3.1-8b": _gated(32, 4096, 14336, 32, 8, 128, 128256),
     "llama-3.1-70b": _gated(80, 8192, 28672, 64, 8, 128, 128256),
@@ -215,25 +218,35 @@ def _first(config: Any, names: tuple[str, ...]) -> int:
 
 
 def find_model(name: str) -> Dimensions:
-    """A model of MODELS, a bundled one, or that of a configuration in a folder or on the hub.
+    """A model of MODELS, a bundled one, or that of a configuration in a folder or on the hub; of an
+    adapter its base's.
 
     Raises: ValueError if there is neither.
     """
-    name = "smollm2-135m" if name in ("smollm2", "smollm2-base") else name
-    if name in MODELS:
-        return MODELS[name]
-    place = path_of(name)
     try:
-        if not place.is_dir() and name.count("/") != 1:
+        place = path_of(name)
+        base = base_of(str(place)) if place.is_dir() and name not in MODELS else None
+        source = base or name
+        source = "smollm2-135m" if source == SMOLLM2 else source
+        if source in MODELS:
+            return MODELS[source]
+        place = path_of(source)
+        if not place.is_dir() and source.count("/") != 1:
             raise ValueError("a name on the hub is owner/name")
-        whole: Any = AutoConfig.from_pretrained(place if place.is_dir() else name)
+        whole: Any = AutoConfig.from_pretrained(place if place.is_dir() else source)
         config = whole.get_text_config()
         found = dimensions_of(config)
         if found.experts is None and _first(config, EXPERTS) > 1:
             raise ValueError(f"a mixture of experts must have one of {', '.join(ACTIVE)}")
-        return found
-    except (OSError, ValueError, AttributeError) as error:
+    except (*FAULTS, StrictDataclassError) as error:
         raise ValueError(
             f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "
             f"in a folder or on the hub ({' '.join(str(error).split())[:200]})"
         ) from error
+    sizes = (
+        found.layers,
+        *(size for linear in (*found.linears, found.output or (1,)) for size in linear),
+    )
+    if min(sizes) < 1:
+        raise ValueError(f"no model {name!r}: its configuration makes layers of no size")
+    return found

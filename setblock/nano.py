@@ -65,7 +65,7 @@ def problems(
     if held_out and split == "train":
         raise ValueError("held_out wordings are never part of the split 'train'")
     if not 0 <= count <= MAX_PROBLEMS:
-        raise ValueError(f"count must lie in 0..{MAX_PROBLEMS}, got {count}")
+        raise ValueError(f"each family has at most {MAX_PROBLEMS} problems of a split, not {count}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     source = _draw(family, split, random.Random(f"{seed}/{family}/{split}/{held_out}"), held_out)

@@ -111,7 +111,7 @@ class Tried:
             for size in (dict.fromkeys(sizes) if "sbd" in self.modes else ())
             for solver in dict.fromkeys(self.solvers)
             for slide in self.slides
-            if size > 1 or not slide  # which is token by token
+            if size > 1  # else token by token
         ]
 
     def verified(self, model: Model, rows: int) -> list[dict[str, Any]]:

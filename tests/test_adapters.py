@@ -1,9 +1,11 @@
 """Gated adapters: noisy tokens alone feel them, in training and in decoding."""
 
 import copy
+import json
 import math
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -388,6 +390,23 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     some = {name: weight for name, weight in weights.items() if "layers.1" not in name}
     save_file(some, f"{lacking}/adapter_model.safetensors")
     (tmp_path / "empty" / "adapter_model.safetensors").unlink()
+    pissa = get_peft_model(
+        load(base).network,
+        LoraConfig(**words(alora_invocation_tokens=[4], init_lora_weights="pissa_niter_2")),
+    )
+    more, numberless, patternless, half = (
+        saved(name, lora) for name in ("more", "numberless", "patternless", "half")
+    )
+    for name, field, value in (
+        (more, "layers_to_transform", [0]),
+        (numberless, "lora_alpha", None),
+        (patternless, "rank_pattern", None),
+    ):
+        config = Path(name, "adapter_config.json")
+        held = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps(held | {field: value}), encoding="utf-8")
+    config = Path(half, "adapter_config.json")
+    config.write_text(config.read_text()[:100])
     for name, message in (
         (saved("other", other), "an adapter of peft's type LOKR, where only LORA can be put on"),
         (saved("rowless", rowless), "a gated adapter must have trained one row of the input"),
@@ -396,6 +415,17 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
         (saved("longer", longer), r"gated .* with layer_replication .* does not; only None"),
         (saved("heading", heading), "a gated adapter must leave the output layer as it is"),
         (str(tmp_path / "saying"), "a gated adapter must leave the output layer as it is"),
+        (
+            saved("pissa", pissa),
+            "gated .* with init_lora_weights 'pissa_niter_2' does not; only Tr",
+        ),
+        (
+            more,
+            r"the adapter holds 2 weights that have no place .*layers.1.self_attn.q_proj.lora_A",
+        ),
+        (numberless, "its adapter_config.json holds a value of a wrong kind .unsupported operand"),
+        (patternless, "its adapter_config.json holds a value of a wrong kind"),
+        (half, "adapter_config.json of .* is no JSON: Expecting"),
         (lacking, r"the adapter lacks weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
         (empty, "the adapter's folder has no adapter_model.safetensors"),
     ):

@@ -29,6 +29,8 @@ def test_roofline_of_another_model_and_machine(run):
     narrow = run("roofline", "--block-size", "4", "--nfe-speedup", "2").error
     assert narrow == "--nfe-speedup is for blocks of at least 8, got blocks of [4]"
     assert "Wall-clock speed-up" not in run("roofline", "--block-size", "4").out
+    twice = [*words, "--batch", "2", "--kv", "100", "--block-size", "16", "--nfe-speedup", "3"]
+    assert run(*twice, "--json").json == answer, "once each"
     shown = run(*words).out
     assert f"{answer['table4'][0]['value']:.3f}" in shown
     assert "qwen3-8b on l4" in shown

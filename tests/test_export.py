@@ -1,11 +1,14 @@
 """An exported checkpoint in stock transformers: by blocks with our code, token by token without."""
 
+import copy
+import json
 import os
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import copied
 
 from setblock.adapters import attach
 from setblock.export import export
@@ -147,6 +150,31 @@ def test_ends_and_stop_texts(exported, network, tokenizer):
     assert stop in tokenizer.decode(stopped)
     assert len(stopped) < len(whole)
     assert new(network, ids, max_new_tokens=12) == [whole]  # the end token was that call's own
+    for ends in (torch.tensor(whole[4]), torch.tensor([whole[4]])):
+        assert new(network, ids, max_new_tokens=12, eos_token_id=ends) == [cut]
+
+
+def test_no_end_token_is_none(network, tokenizer, monkeypatch):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    [whole] = new(network, ids, max_new_tokens=12)
+    monkeypatch.setattr(network.generation_config, "eos_token_id", whole[4])
+    [cut] = new(network, ids, max_new_tokens=12)
+    assert cut == whole[: whole.index(whole[4]) + 1]
+    assert new(network, ids, max_new_tokens=12, eos_token_id=None) == [whole]
+
+
+def test_settings_of_decoding_may_change(exported, network, tokenizer, monkeypatch):
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    before = ours(exported, max_new_tokens=12)[0]
+    alone = ours(exported, max_new_tokens=12, mode="ntp")[0]
+    assert before != alone
+    given = copy.deepcopy(network.generation_config)
+    given.setblock["mode"] = "ntp"
+    assert new(network, ids, max_new_tokens=12) == [before]
+    assert new(network, ids, max_new_tokens=12, generation_config=given) == [alone]
+    assert new(network, ids, max_new_tokens=12) == [before]
+    monkeypatch.setitem(network.generation_config.setblock, "mode", "ntp")
+    assert new(network, ids, max_new_tokens=12) == [alone]
 
 
 def part_of(text: str) -> str:
@@ -319,6 +347,23 @@ def test_command(run, checkpoint, tmp_path):
     assert "never trained for blocks" not in told.err
     told = run("export", checkpoint("llama"), tmp_path / "untrained")
     assert "it was never trained for blocks, so that it decodes token by token" in told.err
+
+
+def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, caplog):
+    whole = checkpoint("llama", settings={"trained": True})
+    wanted = {"repetition_penalty": 1.05, "suppress_tokens": [5, 6], "do_sample": True, "top_k": 20}
+    folder = copied(whole, tmp_path / "model", "generation_config.json", **wanted)
+    run("export", folder, tmp_path / "out")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder} asks for {one}, which decoding by blocks has not: left out"
+        for one in ("repetition_penalty=1.05", "suppress_tokens=[5, 6]")
+    ]
+    content = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert "repetition_penalty" not in content
+    assert content["suppress_tokens"] == [load(folder).mask_token_id]
+    assert content["top_k"] == 20
+    network = ANY.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert network.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] == 5
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

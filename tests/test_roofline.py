@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from conftest import copied
+from conftest import copied, gated_adapter
 
+from setblock.loading import load
 from setblock.machines import (
     DEVICES,
     MODELS,
@@ -159,6 +160,8 @@ def test_types_of_weights_and_cache() -> None:
 def test_this_machine_is_measured_once(kind, size) -> None:
     here = device("cpu", kind, kind)
     assert here is device("cpu", kind, kind)
+    assert here is device("cpu", kind) is device("cpu", cache=kind)
+    assert device("cpu") is device("cpu", "fp32"), "what a CPU computes in unless told otherwise"
     assert 1e8 < here.linear_flops < 1e15
     assert 1e8 < here.bandwidth < 1e14
     assert here.bytes_per_weight == here.bytes_per_cached == size
@@ -186,6 +189,26 @@ def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
     assert find_model(str(folder)) == dimensions_of(transformers.AutoConfig.from_pretrained(folder))
     with pytest.raises(ValueError, match=r"no model 'nowhere': not one of llama-3\.1-8b, "):
         find_model("nowhere")
+    assert find_model("smollm2") == find_model("smollm2-base") == MODELS["smollm2-135m"]
+
+
+def test_an_adapter_costs_what_its_base_does(checkpoint, tmp_path) -> None:
+    base = load(checkpoint("llama", mask_token="<mask>"))
+    gated_adapter(base, tmp_path / "adapter")
+    assert find_model(str(tmp_path / "adapter")) == find_model(base.name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": None}, {"intermediate_size": "x"}, {"num_attention_heads": 0},
+        {"num_hidden_layers": -2}, {"vocab_size": 0},
+    ],
+)  # fmt: skip
+def test_a_damaged_configuration_is_no_model(checkpoint, tmp_path, changes) -> None:
+    folder = copied(checkpoint("llama"), tmp_path / "damaged", "config.json", **changes)
+    with pytest.raises(ValueError, match=f"no model '{folder}'"):
+        find_model(str(folder))
 
 
 def test_a_mixture_of_experts_by_its_configuration(checkpoint, tmp_path) -> None:

@@ -57,6 +57,7 @@ def test_verified_settings_to_try(model):
         (Tried(["ntp"]), "mode must be one of sbd, verified to be tuned, got ntp"),
         (Tried(block_sizes=[4, 0]), "block_size must be an integer of at least 1, got 0"),
         (Tried(["verified"], block_sizes=[1]), "blocks of one token leave nothing to try"),
+        (Tried(["sbd"], block_sizes=[1]), "blocks of one token leave nothing to try"),
         (Tried(solvers=["best"]), "solver must be one of"),
     ],
 )

@@ -36,7 +36,8 @@ def roofline(
         ),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16.")
+        str | None,
+        typer.Option(help="fp8, bf16, int4, or, on a CPU, fp32. Default: bf16; fp32 on cpu."),
     ] = None,
     cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
     batch: Annotated[
@@ -87,10 +88,15 @@ def roofline(
     cells = arithmetic.tables(
         machines.find_model(model_name),
         machine,
-        batch or [1, 4, 8, 16],
-        kv,
-        block_size or [2, 4, 8, 16, 32, 64],
-        nfe_speedup or [2, 4, 8],
+        *(
+            list(dict.fromkeys(some))
+            for some in (
+                batch or [1, 4, 8, 16],
+                kv,
+                block_size or [2, 4, 8, 16, 32, 64],
+                nfe_speedup or [2, 4, 8],
+            )
+        ),
     )
     if as_json:
         print_json({"model": model_name, "device": asdict(machine), **cells})
@@ -129,7 +135,7 @@ def plan(
         typer.Argument(metavar="MODEL", help="A model's name or configuration, as for `roofline`."),
     ],
     device: Annotated[str, typer.Option(help="As for `roofline`.")] = "h100",
-    weights: Annotated[str | None, typer.Option(help="As for `roofline`. Default: bf16.")] = None,
+    weights: Annotated[str | None, typer.Option(help="As for `roofline`.")] = None,
     cache: Annotated[str | None, typer.Option(help="Of keys and values, likewise.")] = None,
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows; may be given again. Default: 1, 4, 16, 64.")
@@ -180,7 +186,7 @@ def plan(
     from setblock import plan as planning
 
     sizes, rates = block_size or [16], tokens_per_forward or [3.0]
-    batches = batch or [1, 4, 16, 64]
+    batches = list(dict.fromkeys(batch or [1, 4, 16, 64]))
     numbers = {"batch": batches, "block-size": sizes, "prompt-length": [prompt_length]}
     for name, values in numbers.items():
         if min(values) < 1:

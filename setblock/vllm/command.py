@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from setblock.checkpoint import checked_settings, read_settings
-from setblock.loading import LOAD_ERRORS, base_of, place_of
+from setblock.checkpoint import base_of, checked_settings, read_settings
+from setblock.loading import LOAD_ERRORS, place_of
 from setblock.names import ModelError, any_of, lasting, one_line
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
