@@ -243,7 +243,8 @@ def _forward_seconds(model: Model, cache: Any, count: int, noisy: int, wanted: i
     """
     layout = _layout(cache, count, noisy)
     tokens = torch.full(layout.position.shape, model.mask_token_id)
-    picked = torch.arange(count - wanted, count)
+    # Of more logits than tokens, as near a limit, some are of the same one.
+    picked = torch.arange(count - wanted, count).clamp(min=0)
     begin = now(model)
     model.forward(tokens, layout, cache, picked)
     return now(model) - begin

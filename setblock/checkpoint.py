@@ -10,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
 
 from setblock.files import write_whole
+from setblock.masks import MOST_SLOTS
 from setblock.names import ADAPTER_CONFIG, HUB_FILES, ModelError, any_of, path_of
 
 SETTINGS = {
@@ -94,7 +95,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if key not in SETTINGS:
             raise ModelError(f"setblock setting {key!r} is not one of {any_of(SETTINGS)}")
         in_range, limits = {
-            "block_size": (lambda value: value >= 1, " of at least 1"),
+            "block_size": (lambda value: 1 <= value <= MOST_SLOTS, f" in 1..{MOST_SLOTS}"),
             "chain_width": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
             "verified": (_is_drafting, " of block_size and branches, at least 1, seeds and lookup"),

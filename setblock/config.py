@@ -10,6 +10,8 @@ from accelerate.utils import DynamoBackend
 # trl fills its namespace lazily, which hides these names from type checkers.
 from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
 
+from setblock.masks import MOST_SLOTS
+
 OBJECTIVES = ("sbd", "ntp")
 IDLE_BLOCKS = ("drop", "keep")
 
@@ -147,6 +149,10 @@ class SBDConfig(SFTConfig):
             raise ValueError(
                 "block sizes need 1 <= min_block_size <= max_block_size, got "
                 f"min_block_size={self.min_block_size}, max_block_size={self.max_block_size}"
+            )
+        if self.max_block_size > MOST_SLOTS:
+            raise ValueError(
+                f"max_block_size must be at most {MOST_SLOTS}, got {self.max_block_size}"
             )
         for name in ("full_mask_share", "suffix_mask_share", "self_distill"):
             if not 0 <= getattr(self, name) <= 1:

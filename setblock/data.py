@@ -7,6 +7,7 @@ messages too. Only completions and assistant turns have a loss.
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def load_rows(
     given = {prompt_field: "prompt", completion_field: "completion"}
     for name in names:
         renamed = {} if name == own else given
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # where nobody is at home it stays
         if path.suffix in SUFFIXES and not path.is_file():
             raise ValueError(f"no file {name!r}")
         if path.suffix in (".jsonl", ".json"):

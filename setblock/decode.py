@@ -22,7 +22,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from setblock.chain import conditioned
-from setblock.masks import Layout, decoding_layout
+from setblock.masks import MOST_SLOTS, Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.solvers import Certain, Predictions, Solver
@@ -31,7 +31,6 @@ from setblock.transfer import to_device, to_host
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
-MOST_SLOTS = 1024  # of a block
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),

@@ -9,7 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from setblock.decode import MOST_SLOTS, DecodeState, Rows, Settings
+from setblock.decode import DecodeState, Rows, Settings
+from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.pieces import TextPieces
@@ -380,7 +381,13 @@ def _check_prompt(
             f"model's context of {model.context_length} tokens{model.context_note}"
         )
     most = settings.room(model.context_length - len(prompt))
-    if settings.num_slots > most and not (shortens and most):
+    if shortens and not most:
+        raise ValueError(
+            f"prompt {row} has {len(prompt)} tokens and leaves no room for a block of "
+            f"{settings.stride} in the model's context of {model.context_length} "
+            f"tokens{model.context_note}"
+        )
+    if settings.num_slots > most and not shortens:
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"

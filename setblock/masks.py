@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CLEAN = -1
 PADDING = -1
+MOST_SLOTS = 1024  # of a block
 TILE = 128  # queries and keys of a tile of FlexAttention, its default
 
 

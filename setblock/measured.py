@@ -25,13 +25,14 @@ COMPARISON = (
     "task", "first", "second", "only_first", "only_second", "p_value", "identical_share",
     "wall_clock_ratio",
 )  # fmt: skip
+SIDES = ("first", "second")  # of a comparison
 FORWARD = ("queries", "batch_size", "cached", "seconds", "ratio")
 # What reading something else than a record raises.
 FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 # What lines of one name may differ in.
 APART = (
-    "task_version", "chat", "shots", "dtype", "packed", "batch_size", "max_new_tokens", "seed",
-    "top_p", "top_k", "ignore_eos", "window",
+    "data", "split", "task_version", "chat", "shots", "dtype", "packed", "batch_size",
+    "max_new_tokens", "seed", "top_p", "top_k", "ignore_eos", "stop", "window",
 )  # fmt: skip
 
 
@@ -82,6 +83,9 @@ def _together(found: Measured) -> Measured:
     """What lines of several records are to one another, put into them."""
     _tell_apart(found.scores)
     _pair_up(found)
+    for one in found.comparisons:
+        for side in SIDES:
+            one[side]["apart"] = one[side]["line"].get("apart", ())
     _name_models(found)
     return found
 
@@ -102,6 +106,8 @@ def _read_one(path: Path) -> Measured:
             found.tunings.append(line)
         else:
             _ = [line[name] for name in LINE]  # KeyError: a line of something else
+            if None in (line["interval"] or ()):  # beyond all numbers
+                line["interval"] = None
             _, _ = line["interval"] or (0, 0)
             _ = float(line["tokens_per_forward"]), Path(line["model"])
             _ = line.get("settings", {}).get
@@ -111,7 +117,7 @@ def _read_one(path: Path) -> Measured:
             _read_samples(found, path, run, line)
     for one in record.get("comparisons", []):
         _ = [one[name] for name in COMPARISON]
-        sides = {name: _with_settings(one, name, record["results"]) for name in ("first", "second")}
+        sides = {name: _with_line(one, name, record["results"]) for name in SIDES}
         found.comparisons.append({**one, **sides})
     for line in record.get("forwards", []):
         _ = [float(line[name]) for name in FORWARD]
@@ -166,10 +172,11 @@ ROUNDING = 1e-9  # of an interval's bounds
 def _out_of_range(line: dict[str, Any]) -> str | None:
     """What is wrong with the numbers of a line of scores, if anything."""
     most = math.inf if line["task"] == PERPLEXITY else 1
-    low, high = line["interval"] or (line["score"], line["score"])
-    inside = low - ROUNDING <= (line["score"] or 0) <= high + ROUNDING
-    if line["score"] is not None and not (inside and 0 <= low <= high <= most):
-        return f"score and interval must lie in 0 .. {most}: {line['score']}, {line['interval']}"
+    if (score := line["score"]) is not None:
+        low, high = line["interval"] or (score, score)
+        inside = low - ROUNDING <= score <= high + ROUNDING
+        if not (inside and 0 <= low <= high <= most):
+            return f"score and interval must lie in 0 .. {most}: {score}, {line['interval']}"
     for name, least in (("n", 1), ("tokens_per_forward", 0), ("wall_s", 0)):
         if not least <= line[name] < math.inf:
             return f"{name} must be a number of at least {least}, got {line[name]}"
@@ -194,16 +201,16 @@ def _replayed(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: answer[name] for name in names}
 
 
-def _with_settings(
-    one: dict[str, Any], side: str, lines: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """One side of a comparison; its settings from the one line it can be, if it has none."""
-    names = ("model", "mode", "solver")
+def _with_line(one: dict[str, Any], side: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One side of a comparison, with the one line of scores that it can be; its settings from
+    there, if it has none.
+    """
+    names = [name for name in ("model", "mode", "solver", "settings") if name in one[side]]
     own = {name: one[side][name] for name in names}
     same = [line for line in lines if line["task"] == one["task"]]
-    same = [line for line in same if own == {name: line[name] for name in names}]
-    found = same[0].get("settings") if len(same) == 1 else None
-    return {"settings": found, **one[side]}
+    same = [line for line in same if own == {name: line.get(name) for name in names}]
+    line = same[0] if len(same) == 1 else {}
+    return {"settings": line.get("settings"), **own, "line": line}
 
 
 def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
@@ -253,7 +260,6 @@ def _pair_up(found: Measured) -> None:
         first = firsts.setdefault(problems, (path, line, samples))
         if first[0] != path:
             compared = compare(first[1], line, (first[2], samples))
+            compared["first"]["line"], compared["second"]["line"] = first[1], line
             # Seconds of different times, perhaps machines, make no ratio.
-            for side, of in (("first", first[1]), ("second", line)):
-                compared[side]["apart"] = of.get("apart", ())
             found.comparisons.append({**compared, "wall_clock_ratio": None})

@@ -55,6 +55,11 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     if name in BUNDLED:
         raise ModelError(f"the bundled model {name!r} is not part of this installation")
+    if path.is_file():
+        raise ModelError(
+            f"no model {name!r}: it is a file, and neither a checkpoint folder nor a GGUF file "
+            "(.gguf)"
+        )
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
         raise ModelError(
             f"no model {name!r}: it is not a checkpoint folder, a GGUF file (.gguf), a bundled "
@@ -62,11 +67,6 @@ def located(name: str) -> tuple[str, dict[str, Any]]:
         )
     if path.parent.is_file():
         raise ModelError(f"no model {name!r}: {str(path.parent)!r} is a file, not a folder")
-    if path.is_file():
-        raise ModelError(
-            f"no model {name!r}: it is a file, and neither a checkpoint folder nor a GGUF file "
-            "(.gguf)"
-        )
     if path.parent.is_dir():  # rather than to ask the hub for a minute
         raise ModelError(
             f"no model {name!r}: folder {str(path.parent)!r} is here and holds no {path.name!r}; "

@@ -195,9 +195,9 @@ def _difference(old: Any, new: Any) -> str:
 
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Write a record, where a link leads to; a reader never sees half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(finite(record), indent=1, allow_nan=False) + "\n"
-    write_whole(path.resolve() if path.is_symlink() else path, text)
+    place = path.resolve() if path.is_symlink() else path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(place, json.dumps(finite(record), indent=1, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:
@@ -211,8 +211,10 @@ def finite(value: Any) -> Any:
 
 def _check_place(path: Path) -> None:
     """Raises: OSError where no file can be made, rather than behind an hour of work."""
-    folder = path.absolute().parent
+    folder = (path.resolve() if path.is_symlink() else path.absolute()).parent
     while not folder.exists():
+        if folder.is_symlink():  # it leads nowhere
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         folder = folder.parent
     if not folder.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))

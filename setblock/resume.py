@@ -29,7 +29,7 @@ def left_in(folder: Path) -> list[str]:
     """
     left = [name for name in LEFT if (folder / name).exists()]
     ours = (folder / OWN_FOLDER / "settings.json").exists()
-    return left or [one.name for one in _checkpoints(folder) if not ours or has_state(one)][:1]
+    return left or [one.name for one in _checkpoints(folder) if not ours or not is_cut(one)][:1]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -54,18 +54,20 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
             )
         for cut in found:
             say(f"{cut} is of a run that ended while it was saved: deleted")
+            if cut.is_symlink():
+                cut.unlink(missing_ok=True)
             shutil.rmtree(cut, ignore_errors=True)  # another rank may be at it too
         return None
-    if not any(map(has_state, found)):
+    if all(map(is_cut, found)):
         hint = ""
         if any((folder / OWN_FOLDER / f"{own}.jsonl").exists() for own in ("answers", "prompts")):
             hint = "; without --resume the same command goes on with what the model wrote"
         elif folder.exists():
             hint = "; without --resume the same command begins anew"
         raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
-    broken = []
+    broken, ranks = [], _processes(folder)
     for checkpoint in found:
-        lack = _lack(checkpoint)
+        lack = _lack(checkpoint, ranks)
         if lack is None:
             if broken:
                 say(f"going on from {checkpoint}: {'; '.join(broken)}")
@@ -77,16 +79,26 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
     )
 
 
-def _lack(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks, None if it is whole; its trainer_state.json is written last."""
-    if not has_state(checkpoint):
+def _processes(folder: Path) -> int:
+    """As many as wrote the checkpoints, by the run's settings, else as there are now."""
+    try:
+        settings = json.loads((folder / OWN_FOLDER / "settings.json").read_text(encoding="utf-8"))
+        return int(settings["processes"])
+    except (OSError, ValueError, KeyError, TypeError):  # told of behind, with all settings
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _lack(checkpoint: Path, ranks: int) -> str | None:
+    """What a checkpoint of so many ranks lacks, None if it is whole."""
+    if is_cut(checkpoint):
         return "whole trainer_state.json: a stop cut it short"
+    if not has_state(checkpoint):
+        return "trainer_state.json that this version of transformers reads"
     if not any([*checkpoint.glob("optimizer*"), *checkpoint.glob("global_step*")]):  # DeepSpeed's
         return "optimizer state (save_only_model)"
     if (checkpoint / "optimizer.pt").is_file():  # else weights and states may be in parts
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        kinds = [f"rng_state_{rank}.pth" for rank in range(ranks) if ranks > 1]
-        for kind in ("*.safetensors", "scheduler.pt", *(kinds or ["rng_state*.pth"])):
+        states = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state*"]
+        for kind in ("*.safetensors", "scheduler.pt", *states):
             if not any(checkpoint.glob(kind)):
                 return kind
     if (config := checkpoint / "config.json").exists():
@@ -110,8 +122,17 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
+def is_cut(checkpoint: Path) -> bool:
+    """Whether a stop came while a checkpoint was saved: its trainer_state.json is written last."""
+    file = checkpoint / "trainer_state.json"
+    try:
+        return not (file.is_file() and isinstance(json.loads(file.read_bytes()), dict))
+    except ValueError:
+        return True
+
+
 def has_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint was saved to its end."""
+    """Whether a checkpoint was saved to its end, and can be read here."""
     try:
         read_state(checkpoint)
     except (OSError, ValueError, TypeError):

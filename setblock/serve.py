@@ -154,6 +154,8 @@ class Answers:
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         given = without_nulls(body)
+        if "stream_options" in given:
+            given["stream_options"] = without_nulls(given["stream_options"])
         body.clear()  # the handler's own
         body.update(given)
         check(body, self.fields)
@@ -222,6 +224,9 @@ class Chat(Answers, ChatCompletionHandler):
                 f"must be at most {context}, the tokens of the context, got {len(messages)}",
             )
         body["messages"] = messages = [without_nulls(message) for message in messages]
+        for message in messages:
+            if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+                message["content"] = [without_nulls(part) for part in parts]
         for index, message in enumerate(messages):
             check_message(f"messages[{index}]", message)
         for name in body.get("chat_template_kwargs", {}):

@@ -240,6 +240,7 @@ def test_a_batch_that_does_not_fit(checkpoint, rows, tmp_path, monkeypatch, caps
         (["--method", "gated", "--objective", "ntp"], "objective must be 'sbd'"),
         (["--resume-from-checkpoint", "x"], "use --resume"),
         (["--data", "{missing}"], "no file"),
+        (["--data", "~nobody-is-called-so/t.jsonl"], "no file '~nobody-is-called-so/t.jsonl'"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--answers", "mine"], "answers must be one of data, model, got 'mine'"),
         (["--lora-dropout", "1"], "lora_dropout must lie in 0..1"),

@@ -36,6 +36,9 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatc
         ModelError, match=r"no model 'runs/config\.json': it is a file, and neither"
     ):
         load("runs/config.json")
+    for name in ("./runs/config.json", str(tmp_path / "runs" / "config.json")):
+        with pytest.raises(ModelError, match="it is a file, and neither"):
+            load(name)
     (tmp_path / "notes").write_text("")
     with pytest.raises(ModelError, match="no model 'notes/nano': 'notes' is a file, not a folder"):
         load("notes/nano")

@@ -15,9 +15,8 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files", "conversations", "signals", "names"),
+    ("files", "conversations", "signals", "names", "masks"),
     (
-        "masks",
         "solvers",
         "execution",
         "transfer",

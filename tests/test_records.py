@@ -115,6 +115,15 @@ def test_a_place_where_nothing_can_be_written_is_told_first(tmp_path):
     assert raised.value.filename == str(tmp_path / "file")
     with pytest.raises(OSError, match="/proc"):
         Journal({}, Path("/proc/r.json"))
+    for name, target in (("file", "/proc/nothing.json"), ("folder", tmp_path / "gone")):
+        (tmp_path / f"link-{name}").symlink_to(target)
+    with pytest.raises(OSError, match="/proc"):
+        Journal({}, tmp_path / "link-file")
+    with pytest.raises(FileNotFoundError, match="link-folder"):
+        Journal({}, tmp_path / "link-folder" / "r.json")
+    (tmp_path / "deep").symlink_to(tmp_path / "made" / "then" / "r.json")
+    Journal({}, tmp_path / "deep").save()
+    assert (tmp_path / "made" / "then" / "r.json").is_file()
     Journal({}, tmp_path / "new" / "r.json")
     assert not (tmp_path / "new").exists(), "nothing is left behind"
 

@@ -229,6 +229,51 @@ def test_answers_are_paired_across_records(run, folder, tmp_path):
     assert f"json: {name} batch_size=2 against {name} batch_size=1" in text
 
 
+def test_lines_and_comparisons_of_one_name_say_the_same(run, folder, tmp_path):
+    """Of two records, each with a comparison of its own."""
+    files = [tmp_path / f"{name}.json" for name in ("one", "two")]
+    for file, size in zip(files, ("1", "2"), strict=True):
+        words = ("--task", "json", "--limit", "2", "--max-new-tokens", "8", "--batch-size", size)
+        run("evaluate", folder, *words, "--mode", "ntp", "--mode", "sbd", "--out", file)
+    found = measured.read(files)
+    names = [measured.name_of(line) for line in found.scores]
+    assert len(set(names)) == 4
+    for pair, first, second in zip(found.comparisons, (0, 2), (1, 3), strict=False):
+        assert measured.name_of(pair["first"]) == names[first]
+        assert measured.name_of(pair["second"]) == names[second]
+
+
+def test_records_without_right_answers(run, folder, tmp_path):
+    """Prompts that have none, other prompts, and a perplexity beyond all numbers."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        file.write_text('{"prompt": "a b"}\n{"prompt": "c d"}\n')
+        words = ("--task", "prompts", "--data", file, "--max-new-tokens", "8", "--mode", "sbd")
+        run("evaluate", folder, *words, "--mode", "ntp", "--out", file.with_suffix(".json"))
+    made = [file.with_suffix(".json") for file in files]
+    run("report", *made, "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    for name in ("a.jsonl", "b.jsonl"):
+        assert f"ntp data={name} |" in text
+    line = json.loads(made[0].read_text())
+    line["results"] = [line["results"][0] | {"task": "perplexity", "interval": [None, None]}]
+    line["comparisons"] = []
+    made[0].write_text(json.dumps(line))
+    assert run("report", made[0], "--out", tmp_path / "beyond").code == 0
+
+
+def test_the_records_of_this_repository_can_be_read():
+    read = 0
+    for file in (Path(__file__).parent.parent / "benchmarks" / "records").glob("*.json"):
+        record = json.loads(file.read_text())
+        if all(
+            {"mode", "solver", "score"} <= line.keys() for line in record.get("results") or [{}]
+        ):
+            read += 1
+            measured.read([file], lambda one: report.page(one, report.tables(one), ()))
+    assert read > 100
+
+
 def test_samples_keep_the_forward_of_each_token(folder):
     _, score = evaluate.run(
         load(folder), "json", nano.problems("json", "test", 1), 1, mode="sbd", **FEW

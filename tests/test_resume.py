@@ -1,6 +1,7 @@
 """Going on with a stopped training run: what its folder may hold, and what is refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def made(folder: Path, *steps: int) -> Path:
         ("optimizer.pt", "optimizer state (save_only_model)"),
         ("scheduler.pt", "scheduler.pt"),
         ("config.json", None),
-        ("rng_state.pth", "rng_state*.pth"),
+        ("rng_state.pth", "rng_state*"),
     ],
 )
 def test_a_checkpoint_whose_files_were_cut_short_is_passed_over(tmp_path, name, kind) -> None:
@@ -126,6 +127,36 @@ def test_a_first_checkpoint_that_a_stop_cut_short_is_none(tmp_path) -> None:
     assert not (folder / "checkpoint-4").exists()
 
 
+@pytest.mark.parametrize("fault", ["field", "permission"])
+def test_checkpoints_that_can_not_be_read_are_not_deleted(tmp_path, monkeypatch, fault) -> None:
+    """As by another version of transformers, whose state has other fields."""
+    folder, said = made(tmp_path, 2, 4), []
+    (folder / OWN_FOLDER).mkdir()
+    (folder / OWN_FOLDER / "settings.json").write_text("{}")
+    if fault == "permission":
+        monkeypatch.setattr(TrainerState, "load_from_json", lambda path: os.listdir(f"{path}/no"))
+    for step in (2, 4) if fault == "field" else ():
+        state = folder / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"new": 1}))
+    with pytest.raises(ValueError, match="that this version of transformers reads"):
+        last_checkpoint(folder, True, said.append)
+    with pytest.raises(ValueError, match=r"holds an earlier run \(checkpoint-4\): go on"):
+        last_checkpoint(folder, False, said.append)
+    assert len(list(folder.glob("checkpoint-*"))) == 2
+    assert not said
+
+
+def test_a_link_to_a_checkpoint_that_was_cut_short_is_taken_away(tmp_path) -> None:
+    elsewhere = made(tmp_path / "elsewhere", 4) / "checkpoint-4"
+    (elsewhere / "trainer_state.json").unlink()
+    (tmp_path / "run" / OWN_FOLDER).mkdir(parents=True)
+    (tmp_path / "run" / OWN_FOLDER / "settings.json").write_text("{}")
+    (tmp_path / "run" / "checkpoint-4").symlink_to(elsewhere)
+    assert last_checkpoint(tmp_path / "run", False, print) is None
+    assert not (tmp_path / "run" / "checkpoint-4").is_symlink()
+    assert elsewhere.is_dir()
+
+
 def test_each_rank_has_a_state_of_its_own(tmp_path, monkeypatch) -> None:
     folder, said = made(tmp_path, 2, 4), []
     for step in (2, 4):
@@ -138,6 +169,12 @@ def test_each_rank_has_a_state_of_its_own(tmp_path, monkeypatch) -> None:
     (folder / "checkpoint-4" / "rng_state_1.pth").unlink()
     assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
     assert said[0].endswith("checkpoint-4 has no rng_state_1.pth")
+    # As many as the run had: that there are others now is said of its settings.
+    (folder / OWN_FOLDER).mkdir()
+    (folder / OWN_FOLDER / "settings.json").write_text('{"processes": 2}')
+    for now in ("1", "4"):
+        monkeypatch.setenv("WORLD_SIZE", now)
+        assert last_checkpoint(folder, True, said.append) == folder / "checkpoint-2"
 
 
 def test_a_new_run_mixes_with_no_other(tmp_path) -> None:

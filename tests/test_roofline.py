@@ -192,6 +192,7 @@ def test_models_are_found_by_name_and_by_folder(checkpoint) -> None:
     assert find_model("smollm2") == find_model("smollm2-base") == MODELS["smollm2-135m"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_an_adapter_costs_what_its_base_does(checkpoint, tmp_path) -> None:
     base = load(checkpoint("llama", mask_token="<mask>"))
     gated_adapter(base, tmp_path / "adapter")

@@ -55,8 +55,9 @@ def test_defaults_without_settings(checkpoint):
             {"blocksize": 8},
             "'blocksize' is not one of acceptance, block_size, .*trained, verified",
         ),
-        ({"block_size": 0}, "block_size must be int of at least 1, got 0"),
-        ({"block_size": "8"}, "block_size must be int of at least 1, got '8'"),
+        ({"block_size": 0}, "block_size must be int in 1..1024, got 0"),
+        ({"block_size": "8"}, "block_size must be int in 1..1024, got '8'"),
+        ({"block_size": 2048}, "block_size must be int in 1..1024, got 2048"),
         ({"acceptance": 1.0}, "acceptance must be float between 0 and 1, got 1.0"),
         ({"acceptance": 1}, "acceptance must be float between 0 and 1, got 1"),
         (

@@ -257,6 +257,7 @@ def test_checkpoints_know_their_mask_token(tmp_path):
     [
         ({"objective": "mlm"}, r"objective must be one of \('sbd', 'ntp'\), got 'mlm'"),
         ({"min_block_size": 0}, "got min_block_size=0, max_block_size=16"),
+        ({"max_block_size": 2048}, "max_block_size must be at most 1024, got 2048"),
         ({"max_block_size": 1}, "got min_block_size=2, max_block_size=1"),
         ({"mask_token_id": -1}, "mask_token_id must be at least 0, got -1"),
         ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd'.*got 'wrapped'"),
