@@ -23,12 +23,10 @@ class Failed(str):
 class Stream:
     """One answer on its way: what the handlers ask of a streamer."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked, self.total_tokens = asked, 0
+    total_tokens = 0
 
     def cancel(self) -> None:
-        """The client is gone: the answer ends with the forward that runs."""
-        self.asked.left.set()
+        """The client is gone, which `Asked.left` says sooner."""
 
 
 class Engine(GenerateManager):
@@ -45,7 +43,7 @@ class Engine(GenerateManager):
     ) -> tuple[asyncio.Queue, Stream]:
         """A queue of the committed pieces of text, in order, None at its end; and its stream."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        streamed = Stream(gen_config)
+        streamed = Stream()
         reveals = self._begin(inputs, gen_config)
 
         def put(item: Any) -> None:
