@@ -432,6 +432,7 @@ class DecodeState(Rows):
             told = Certain(predictions, known) if certain.any() else predictions
             solved = self.settings.solver.reveal(told, candidates)
             chosen, nats, solved = to_host(chosen, nats, solved)
+            check_revealed(self.settings.solver, solved, open_slots | certain, reveal)
             reveal |= solved
         else:
             chosen, nats = to_host(chosen, nats)
@@ -484,3 +485,21 @@ class DecodeState(Rows):
 def taken(values: ndarray, columns: Int[ndarray, "batch some"]) -> ndarray:
     """values[row, columns[row]] of each row."""
     return values[np.arange(len(values))[:, None], columns]
+
+
+def check_revealed(
+    solver: Solver,
+    revealed: Bool[ndarray, "batch slots"],
+    masked: Bool[ndarray, "batch slots"],
+    final: Bool[ndarray, "batch slots"] | None = None,
+) -> None:
+    """What a rule must keep to, whoever wrote it.
+
+    final: slots that are revealed in any case.
+    Raises: ValueError if it reveals what is not masked, or nothing of a row.
+    """
+    if (revealed & ~masked).any():
+        raise ValueError(f"solver {solver} reveals positions that are not masked")
+    going = revealed if final is None else revealed | final
+    if (masked.any(axis=1) & ~going.any(axis=1)).any():
+        raise ValueError(f"solver {solver} reveals none of a row's masked positions, but must one")

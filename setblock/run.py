@@ -22,6 +22,7 @@ from setblock.solvers import parse
 ANSWERS = ("data", "model")
 OWN = "own:"  # data of this name are prompts that the model makes up
 REFUSED = ("chat_template_path", "eos_token")  # fields of SFTConfig that are the tokenizer's
+ADAPTER_RATE = "5e-4"  # trl's default, 2e-5, is one for all weights
 ATTENTIONS = ("sdpa", "flex_attention")
 # Fields of SBDConfig that a resumed run may change; by these names or beginnings of names.
 FREE = (
@@ -187,6 +188,8 @@ def parse_config(run: TrainingRun, arguments: list[str]) -> SBDConfig:
     typed = any(name.endswith("_checkpointing") for name in names)
     if not typed and (spare or sharded):
         words += ["--gradient_checkpointing", "no"]
+    if run.method != "full" and "learning_rate" not in names:
+        words += ["--learning_rate", ADAPTER_RATE]
     if run.mask_token_id is not None:
         words += ["--mask_token_id", str(run.mask_token_id)]
     kind: Any = SBDConfig  # the parser's own annotation takes no class

@@ -78,7 +78,11 @@ class Solver(Protocol):
     """A rule that picks the positions to reveal; `str` gives the text that `parse` reads."""
 
     def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
-        """The masked positions to reveal now."""
+        """The masked positions to reveal now: of each row with one, one at least.
+
+        predictions: logits [batch, slots, vocab], probability, entropy in nats, confidence and
+        margin of every slot. masked: [batch, slots], like the result.
+        """
         ...
 
 

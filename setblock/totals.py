@@ -17,7 +17,7 @@ class Totals:
 
     NAMES = (
         *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
-        *("chain_nats", "chain_labels", "chain_right"),
+        *("chain_nats", "chain_labels", "chain_right", "distill_nats", "distill_labels"),
         *("maskable", "tokens", "block_sizes", "batches"),
     )
     NUM_RATES = 10  # mask rates in tenths
@@ -43,8 +43,14 @@ class Totals:
         return list(self.values.split([len(self.NAMES), *sizes]))
 
     def add(
-        self, scores: LabelScores, view: objective.View, block_size: int, batch: Mapping[str, Any]
+        self,
+        scores: LabelScores,
+        view: objective.View,
+        block_size: int,
+        batch: Mapping[str, Any],
+        taught: Tensor,
     ) -> None:
+        """taught: which labels had a teacher."""
         supervised = view.supervised
         noisy = (view.layout.block != CLEAN)[supervised]
         losses = objective.losses(scores.nats.detach(), view)
@@ -54,6 +60,7 @@ class Totals:
             *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
             *(losses.matp_sum, losses.matp_count, matp_right),
             *(scores.chain_nats.detach().sum(), scores.chain_known.sum(), scores.chain_right.sum()),
+            *(scores.divergence.detach()[taught].sum(), taught.sum()),
             *(labelled.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
         )
         device = self.values.device
@@ -82,6 +89,8 @@ class Totals:
             if totals[f"{half}_labels"]:
                 means[f"{half}_loss"] = totals[f"{half}_nats"] / totals[f"{half}_labels"]
                 means[f"{half}_accuracy"] = totals[f"{half}_right"] / totals[f"{half}_labels"]
+        if totals["distill_labels"]:
+            means["distill_loss"] = totals["distill_nats"] / totals["distill_labels"]
         if totals["chain_labels"]:
             means["chain_loss"] = totals["chain_nats"] / totals["chain_labels"]
             # Of all masked tokens, as matp_accuracy.

@@ -101,9 +101,10 @@ class SBDTrainer(SFTTrainer):
     tokenised (`input_ids` with `labels` or `completion_mask`). Prompt tokens have no loss in either
     half. A `sample_id` column of integers keys the noise; without one the row's index does. Logs
     ntp_loss and matp_loss (nats per label), ntp_accuracy and matp_accuracy, mask_ratio (masked
-    share of the labelled positions), block_size and tokens_per_second (of the clean text), and
-    writes each line of the log, with the masked accuracy by offset in the block and by the
-    document's mask rate, to log.jsonl in the output folder.
+    share of the labelled positions), with self_distill distill_loss (nats of divergence per taught
+    label: matp_loss stays that against the text), block_size and tokens_per_second (of the clean
+    text), and writes each line of the log, with the masked accuracy by offset in the block and by
+    the document's mask rate, to log.jsonl in the output folder.
     A network with a gated adapter (setblock.adapters) learns from the masked-token loss alone: its
     clean half is the frozen base. A chain beside it (setblock.chain) learns from the masked tokens
     too, changes none of the adapter's gradients but where their norm is clipped, counts in the
@@ -280,12 +281,13 @@ class SBDTrainer(SFTTrainer):
         scores = label_scores(view, teachers, self.model, model, self.args.logits_chunk_size)
         losses = objective.losses(scores.nats, view)
         noisy = (view.layout.block != CLEAN)[view.supervised]
-        self._totals[mode].add(scores, view, block_size, inputs)
+        taught = torch.zeros_like(noisy)
         nats = losses.ntp_sum + self.args.matp_weight * losses.matp_sum
         if teachers is not None:
             taught = (teachers >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
+        self._totals[mode].add(scores, view, block_size, inputs, taught)
         nats = nats + scores.chain_nats.sum()  # of weights of its own
         if not torch.isfinite(nats):
             raise ValueError(

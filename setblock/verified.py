@@ -27,7 +27,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from setblock.chain import Chain, joined
-from setblock.decode import Rows, Settings, taken
+from setblock.decode import Rows, Settings, check_revealed, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
@@ -203,11 +203,12 @@ class SolverDrafts(VerifiedRows):
         places = self._places(self.draft.shape[1])
         logits = self._chained(logits, context, places, self.draft)
         open_slots = self._open() & self.drafting[:, None]
-        [open_slots] = to_device(logits.device, open_slots)
-        reveal = self.settings.solver.reveal(Predictions(logits), open_slots)
+        [masked] = to_device(logits.device, open_slots)
+        reveal = self.settings.solver.reveal(Predictions(logits), masked)
         rows = torch.from_numpy(self.rows)
         chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
         reveal, chosen = to_host(reveal, chosen)
+        check_revealed(self.settings.solver, reveal, open_slots)
         self.draft = np.where(reveal, chosen, self.draft)
 
 

@@ -327,6 +327,15 @@ def test_bad_options_are_named(tmp_path, words, message) -> None:
         parse_config(TrainingRun("nano", ["rows.jsonl"], tmp_path), words)
 
 
+def test_the_learning_rate_is_the_method_s_own(tmp_path) -> None:
+    for method, words, rate in (
+        ("full", [], 2e-5), ("lora", [], 5e-4), ("gated", [], 5e-4), ("qlora", [], 5e-4),
+        ("gated", ["--learning-rate", "1e-3"], 1e-3), ("full", ["--learning_rate=1e-4"], 1e-4),
+    ):  # fmt: skip
+        run = TrainingRun("nano", ["rows.jsonl"], tmp_path, method)
+        assert parse_config(run, words).learning_rate == rate
+
+
 def test_several_gpus_in_one_process_are_refused_at_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(SBDConfig, "n_gpu", property(lambda config: 2))
     told = "one process sees 2 GPUs, .* CUDA_VISIBLE_DEVICES=0, or start 2 of them with torchrun or"

@@ -240,3 +240,41 @@ def test_next_token_decoding_is_transformers_own(networks):
         )
         (result,) = generate(model, [prompt], mode="ntp", max_new_tokens=20, ignore_eos=True)
         assert list(result.token_ids) == expected[0, len(prompt) :].tolist()
+
+
+class Rule:
+    """A user's own: the first masked slot, and what else it is told to."""
+
+    def __init__(self, first: bool, others: bool) -> None:
+        self.first, self.others = first, others
+
+    def __str__(self) -> str:
+        return "mine"
+
+    def reveal(self, predictions, masked):
+        first = masked & (masked.cumsum(-1) == 1)
+        return first & self.first | ~masked & self.others
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "sbd"},
+        {"mode": "sbd", "slide": True},
+        {"mode": "verified", "draft": "solver"},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())),
+)
+def test_a_rule_of_one_s_own_keeps_to_what_is_masked(how):
+    model = TableModel.random()
+    options: Any = {"block_size": 4, "max_new_tokens": 12, "ignore_eos": True, **how}
+    [found] = generate(model, [PROMPTS[0]], solver=Rule(True, False), **options)
+    assert str(found.settings.solver) == "mine"
+    assert found.num_tokens == 12
+    with pytest.raises(ValueError, match="solver mine reveals positions that are not masked"):
+        generate(model, [PROMPTS[0]], solver=Rule(True, True), **options)
+    if "slide" in how:  # where each block has a token that is known
+        assert generate(model, [PROMPTS[0]], solver=Rule(False, False), **options)[0].nfe >= 12
+    else:
+        with pytest.raises(ValueError, match="solver mine reveals none of a row's masked"):
+            generate(model, [PROMPTS[0]], solver=Rule(False, False), **options)

@@ -319,7 +319,7 @@ def test_weight_and_distillation_by_hand(tmp_path, weight, share, chunk):
     batches, count = run.get_batch_samples(iter(run.get_train_dataloader()), 1, torch.device("cpu"))
     view = batches[0]["view"]
     log_p = probabilities(run, view)
-    expected = 0.0
+    expected, divergences = 0.0, []
     for b, i in (view.labels != -100).nonzero().tolist():
         own = -log_p[b, i, view.labels[b, i]].item()
         if i < view.num_clean:
@@ -329,10 +329,14 @@ def test_weight_and_distillation_by_hand(tmp_path, weight, share, chunk):
         if position > 0:  # these documents stand alone in their rows
             taught = log_p[b, position - 1]
             divergence = (taught.exp() * (taught - log_p[b, i])).sum().item()
+            divergences.append(divergence)
             own = (1 - share) * own + share * divergence
         expected += weight * own
     loss = run.compute_loss(run.model, batches[0], num_items_in_batch=count)
     assert loss.item() == pytest.approx(expected / int(count), abs=1e-5)
+    told = run._totals["train" if run.model.training else "eval"].means().get("distill_loss")
+    mean = sum(divergences) / len(divergences)
+    assert told == (pytest.approx(mean, abs=1e-5) if share else None)
 
 
 def test_log_file_holds_what_was_logged_and_more(tmp_path):

@@ -137,8 +137,8 @@ def evaluate(
         Path | None,
         typer.Option(
             "--out",
-            help="Write the record to this JSON file, and beside it each answer, as it comes, to "
-            "FILE.samples.jsonl.",
+            help="Write the record to this JSON file, and beside it each answer, as it comes: to "
+            "scores.samples.jsonl for scores.json.",
         ),
     ] = None,
     resume: Annotated[

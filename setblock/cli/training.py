@@ -213,7 +213,8 @@ def train(
     """Train a model to decode by set blocks; every field of trl's SFTConfig is an option too.
 
     Needed, here or in --config: --model, --data and --output-dir. For example: --max-steps 1000
-    --learning-rate 1e-5 --per-device-train-batch-size 4 --max-length 1024.
+    --learning-rate 1e-5 --per-device-train-batch-size 4 --max-length 1024. The learning rate is
+    2e-5 for method full and 5e-4 for adapters where none is given.
 
     Of set block training: --objective sbd|ntp (both losses, or next tokens alone),
     --min-block-size and --max-block-size (2 to 16), --full-mask-share and --suffix-mask-share (of

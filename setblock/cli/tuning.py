@@ -115,7 +115,9 @@ def tune(
     ] = True,
     out_file: Annotated[
         Path | None,
-        typer.Option("--out", help="Record; beside it FILE.samples.jsonl, every answer."),
+        typer.Option(
+            "--out", help="Record; beside it, in x.samples.jsonl for x.json, every answer."
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the stopped run in --out.")
