@@ -2,7 +2,8 @@
 
 A task's `version` counts changes of its prompts and of its check, and stands in every record. The
 rows are those of the public files: GSM8K, SVAMP, MATH, HumanEval, MBPP, and the prompts of MT-bench
-and Spec-Bench, which have no right answer and serve to measure speed.
+and Spec-Bench, which have no right answer and serve to measure speed; or prompts and completions as
+for training.
 """
 
 import gzip
@@ -222,6 +223,30 @@ def _numbers(text: str) -> list[Fraction]:
     ]
 
 
+def final_answer(text: str) -> Fraction | str:
+    """The number that a text ends in; the stripped text if it has none."""
+    number = final_number(text)
+    return text.strip() if number is None else number
+
+
+def _answers(row: Mapping[str, Any], number: int) -> Item:
+    """A row of training data: prompt and completion, each a text or a list of one message."""
+    texts: list[str] = []
+    for name in ("prompt", "completion"):
+        value = row[name]
+        text = value[0]["content"] if isinstance(value, list) and len(value) == 1 else value
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{name} must be a text that is not empty, or one such message, got {value!r}"
+            )
+        texts.append(text)
+    return Item(str(number), *texts, target=final_answer(texts[1]))
+
+
+def _same_answer(item: Item, text: str) -> bool:
+    return final_answer(text) == item.target
+
+
 def _same_number(item: Item, text: str) -> bool:
     return final_number(text) == item.target
 
@@ -377,6 +402,7 @@ TASKS = {
             check=_passes_asserts,
             stop=("\nTask:",),
         ),
+        Task("answers", 1, _answers, "{prompt}", "{prompt}", check=_same_answer),
         Task("prompts", 1, _prompts, "{prompt}", "{prompt}", check=None),
     )
 }

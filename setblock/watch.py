@@ -4,7 +4,6 @@ Lines of its losses, a stop and a checkpoint on a signal, held-out prompts decod
 """
 
 import json
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from setblock.decode import MODES
 from setblock.generation import generate
 from setblock.model import Model
 from setblock.signals import SIGNALS
+from setblock.tasks import final_answer
 
 
 class SaveOnSignal(TrainerCallback):
@@ -185,15 +185,6 @@ class DecodeProbe(TrainerCallback):
 def prompts_of(model: Model, rows: Any) -> list[list[int]]:
     """Token ids of the prompts of prompt-completion rows, chat turns through the template."""
     return [model.encode(row["prompt"]) for row in rows]
-
-
-def final_answer(text: str) -> str:
-    """The last number of a text in its shortest form; the stripped text if it has none."""
-    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
-    if not numbers:
-        return text.strip()
-    whole, _, fraction = numbers[-1].replace(",", "").partition(".")
-    return ".".join(filter(None, (whole, fraction.rstrip("0"))))
 
 
 def _text(completion: Any) -> str:

@@ -23,7 +23,7 @@ from setblock.config import SBDConfig
 from setblock.loading import load
 from setblock.run import TrainingRun, parse_config
 from setblock.train import SBDTrainer
-from setblock.watch import DecodeProbe, final_answer
+from setblock.watch import DecodeProbe
 
 # trl's own defaults use a name that transformers deprecates.
 pytestmark = [
@@ -136,17 +136,6 @@ def test_held_out_losses(checkpoint, rows, tmp_path, monkeypatch, capsys) -> Non
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     [judged] = [line for line in map(json.loads, lines) if "eval_matp_loss" in line]
     assert judged["eval_ntp_loss"] > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("x = 10-5", "5"), ("5.0", "5"), ("-5.50", "-5.5"), ("1,234.00 in all", "1234"),
-        ("2024-01-05", "05"), ("none ", "none"), ("it is -3.", "-3"),
-    ],
-)  # fmt: skip
-def test_final_answer(text, number) -> None:
-    assert final_answer(text) == number
 
 
 def test_decoding_takes_no_time_from_the_tokens_per_second(

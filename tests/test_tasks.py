@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from setblock.tasks import TASKS, Item, code_of, final_number, load_items, read_rows
+from setblock.tasks import TASKS, DataRows, Item, code_of, final_number, load_items, read_rows
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\nSo $1,205.\n#### 1,205"},
@@ -34,6 +34,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "test_list": ["assert double(2) == 4", "assert double(0) == 0"],
         "test_setup_code": "",
     },
+    "answers": {"prompt": "How many?", "completion": "2 + 3 = 5, so 5."},
     "prompts": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
 }
 
@@ -57,6 +58,26 @@ def test_the_worked_answer_is_right_and_nothing_is_wrong(name) -> None:
 
 def test_every_task_has_a_row_here() -> None:
     assert set(ROWS) == set(TASKS)
+
+
+def test_answers_are_final_numbers_or_whole_texts() -> None:
+    check: Any = TASKS["answers"].check
+    form = {"prompt": [{"role": "user", "content": "Hi"}]}
+    said = {"completion": [{"role": "assistant", "content": " yes\n"}]}
+    text = TASKS["answers"].read(form | said, 1)
+    assert (text.prompt, text.answer) == ("Hi", " yes\n")
+    assert check(text, "yes")
+    assert not check(text, "yes, 5")
+    assert right("answers", "It is five: 5.0")
+    assert right("answers", "The answer is 5. It took 3 steps.")
+    for wrong in (
+        {"completion": ""},
+        {"completion": [{"role": "assistant"}]},
+        {},
+        {"completion": 5},
+    ):
+        with pytest.raises(ValueError, match="not of task answers"):
+            load_items(TASKS["answers"], DataRows("x", "", (form | wrong,)))
 
 
 def test_rows_of_a_prompt_file_have_no_right_answer() -> None:

@@ -63,7 +63,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="nano (all five families) or families of it; or, with --data, one of gsm8k, "
-            "svamp, math, humaneval, mbpp, prompts (no right answer: for speed), perplexity (of "
+            "svamp, math, humaneval, mbpp, answers (prompt and completion, as for training), "
+            "prompts (no right answer: for speed), perplexity (of "
             "plain text, or rows of text, under next-token prediction). Default: nano."
         ),
     ] = None,
