@@ -85,19 +85,9 @@ def roofline(
     if not kv:
         printed = [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))]
         kv = printed if paper else [1024, 8192, 32768]
-    cells = arithmetic.tables(
-        machines.find_model(model_name),
-        machine,
-        *(
-            list(dict.fromkeys(some))
-            for some in (
-                batch or [1, 4, 8, 16],
-                kv,
-                block_size or [2, 4, 8, 16, 32, 64],
-                nfe_speedup or [2, 4, 8],
-            )
-        ),
-    )
+    sizes, gains = block_size or [2, 4, 8, 16, 32, 64], nfe_speedup or [2, 4, 8]
+    each = (list(dict.fromkeys(some)) for some in (batch or [1, 4, 8, 16], kv, sizes, gains))
+    cells = arithmetic.tables(machines.find_model(model_name), machine, *each)
     if as_json:
         print_json({"model": model_name, "device": asdict(machine), **cells})
         return
