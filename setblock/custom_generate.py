@@ -98,7 +98,8 @@ def generate(
     if pad is None:
         pad = min(wrapped.eos_token_ids, default=wrapped.pad_token_id)
     shown = torch.ones_like(prompts) if attention_mask is None else attention_mask
-    if attention_mask is None and pad not in wrapped.eos_token_ids:
+    named = config.pad_token_id is not None
+    if attention_mask is None and named and pad not in wrapped.eos_token_ids:
         shown = prompts != pad  # as transformers infers it
     wrapped, options["stop"] = ending_at(wrapped, stop)
     rows = [ids[seen.bool()].tolist() for ids, seen in zip(prompts, shown, strict=True)]

@@ -36,6 +36,8 @@ from setblock.masks import CLEAN, Layout
 from setblock.shared import Once, groups
 
 FEW = 32  # tokens of a forward
+# Ways of peft's to begin an adapter; the others take something from the base's weights.
+OWN_WEIGHTS = (True, False, "gaussian", "eva", "orthogonal")
 INSTALL = "pip install '.[smollm2]' in the checkout, or make setup"
 
 
@@ -268,12 +270,12 @@ def _check_gate(network: PreTrainedModel, config: Any) -> None:
     if isinstance(head, LoraLayer) or has_rows:
         raise ValueError("a gated adapter must leave the output layer as it is")
     more = [name for name in config.modules_to_save or [] if name != CHAIN]
-    own = config.init_lora_weights  # others than these take something from the base's weights
+    own = config.init_lora_weights
     for name, value, only in (
         ("bias", config.bias, "none"),
         ("modules_to_save", more, []),
         ("layer_replication", config.layer_replication, None),
-        ("init_lora_weights", own if own not in (False, "gaussian") else True, True),
+        ("init_lora_weights", own if own not in OWN_WEIGHTS else True, True),
     ):
         if value != only:
             raise ValueError(

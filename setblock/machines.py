@@ -238,15 +238,12 @@ def find_model(name: str) -> Dimensions:
         found = dimensions_of(config)
         if found.experts is None and _first(config, EXPERTS) > 1:
             raise ValueError(f"a mixture of experts must have one of {', '.join(ACTIVE)}")
+        linears = (*found.linears, found.output or (1,))
+        if min(found.layers, *(size for linear in linears for size in linear)) < 1:
+            raise ValueError("its layers have no size")
     except (*FAULTS, StrictDataclassError) as error:
         raise ValueError(
             f"no model {name!r}: not one of {', '.join([*MODELS, *BUNDLED])}, nor a configuration "
             f"in a folder or on the hub ({' '.join(str(error).split())[:200]})"
         ) from error
-    sizes = (
-        found.layers,
-        *(size for linear in (*found.linears, found.output or (1,)) for size in linear),
-    )
-    if min(sizes) < 1:
-        raise ValueError(f"no model {name!r}: its configuration makes layers of no size")
     return found

@@ -19,7 +19,7 @@ from setblock.finetune import finetune
 from setblock.loading import load
 from setblock.model import Model
 from setblock.names import ModelError
-from setblock.resume import OWN_FOLDER, PREFIX, has_state, left_in
+from setblock.resume import OWN_FOLDER, PREFIX, is_cut, left_in
 from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item
 from setblock.trial import check_head
@@ -95,7 +95,7 @@ def learn(
     for file, prompts in zip(files, _parted(rows["prompt"], held_out), strict=True):
         _write(file, prompts)
     part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
-    resume = any(map(has_state, run.output_dir.glob(f"{PREFIX}*")))
+    resume = not all(map(is_cut, run.output_dir.glob(f"{PREFIX}*")))
     return finetune(replace(run, **part, resume=resume), words, say)
 
 

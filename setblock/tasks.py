@@ -161,16 +161,17 @@ def final_number(text: str) -> Fraction | None:
 
     That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
     "Answer:", else the last number of the text; None if there is none. Behind such a mark it is the
-    first one, of an equation the first behind the last "=" that stands in no parentheses.
+    first one, of an equation the first behind the last "="; what parentheses explain has no say.
     """
     text = re.sub(r"\{,\}|\\[,!;: ]", ",", text)  # LaTeX's ways of parting thousands
     marked = [re.findall(r"####\s*([^\n#]*)", text), _boxed(text)]
     marked.append(re.findall(r"(?i)answer(?: is|:)\s*([^\n]*)", text))
-    for said in marked:
-        if said:
-            line = re.sub(r"\([^()]*=[^()]*\)", "", said[-1]).rpartition("=")[2]
-            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", line)
-            if numbers := _numbers(line) or _numbers(said[-1]):
+    for said in (said[-1] for said in marked if said):
+        # Not what parentheses explain, unless there is no number outside of them.
+        bare = re.sub(r"(?<!\\)\([^()=]*=[^()]*\)", "", said)
+        for part in (bare.rpartition("=")[2], bare, said.rpartition("=")[2], said):
+            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", part)
+            if numbers := _numbers(line):
                 return numbers[0]
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
@@ -195,7 +196,7 @@ TIMES_TEN = (
     r"(?:(\d) ?(?:x|\*|\u00d7|\\times|\\cdot) ?|(?<![\w.]))10\^(?:\{(-?\d{1,3})\}|(\d{1,3}))"
 )
 WRITTEN = (
-    (r"[\u2212\u2013]", "-"),
+    (r"\u2212|(?<![\w.] )(?<![\w.])\u2013(?=[\d.$])", "-"),
     (r"-\\?[$\u20ac\u00a3](?=[\d.])", "-"),
     (r"(\d) ?\\([dt]?frac)", r"\1 \\\2"),
     (r"\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
@@ -216,11 +217,14 @@ WRITTEN_NUMBER = re.compile(
 def _numbers(text: str) -> list[Fraction]:
     for form, plain in WRITTEN:
         text = re.sub(form, plain, text)
-    return [
-        (int(whole or 0) + Fraction(over.replace(",", "")) / int(under or 1)) * (-1 if minus else 1)
-        for minus, whole, over, under in WRITTEN_NUMBER.findall(text)
-        if max(len(whole), len(over), len(under)) <= MOST_DIGITS
-    ]
+    numbers: list[Fraction] = []
+    for minus, whole, over, under in WRITTEN_NUMBER.findall(text):
+        if max(len(whole), len(over), len(under)) > MOST_DIGITS:
+            continue
+        part, ones = Fraction(over.replace(",", "")) / int(under or 1), Fraction(whole or 0)
+        found = [ones, part] if whole and part >= 1 else [ones + part]  # 5 10/2 are two numbers
+        numbers += [-found[0] if minus else found[0], *found[1:]]
+    return numbers
 
 
 def final_answer(text: str) -> Fraction | str:

@@ -161,6 +161,11 @@ def test_no_end_token_is_none(network, tokenizer, monkeypatch):
     [cut] = new(network, ids, max_new_tokens=12)
     assert cut == whole[: whole.index(whole[4]) + 1]
     assert new(network, ids, max_new_tokens=12, eos_token_id=None) == [whole]
+    # A token of the prompt that would be the padding is still one of the prompt.
+    monkeypatch.setattr(network.generation_config, "pad_token_id", None)
+    monkeypatch.setattr(network._setblock, "pad_token_id", int(ids["input_ids"][0, 1]))
+    found = network.generate(ids["input_ids"], max_new_tokens=12, eos_token_id=None)
+    assert found[0, ids["input_ids"].shape[1] :].tolist() == whole
 
 
 def test_settings_of_decoding_may_change(exported, network, tokenizer, monkeypatch):
