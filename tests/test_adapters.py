@@ -407,9 +407,9 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
         config.write_text(json.dumps(held | {field: value}), encoding="utf-8")
     config = Path(half, "adapter_config.json")
     config.write_text(config.read_text()[:100])
-    wide_head = get_peft_model(load(base).network, LoraConfig(**words(target_modules=["lm_head"])))
-    wide_head.peft_config["default"].base_model_name_or_path = str(base)
-    wide_head.save_pretrained(tmp_path / "whole-head", save_embedding_layers=True)
+    head = get_peft_model(load(untied).network, LoraConfig(**words(target_modules=["lm_head"])))
+    head.peft_config["default"].base_model_name_or_path = str(untied)
+    head.save_pretrained(tmp_path / "whole-head", save_embedding_layers=True)  # the layers too
     assert load(tmp_path / "whole-head").trained is False
     for name, message in (
         (saved("other", other), "an adapter of peft's type LOKR, where only LORA can be put on"),
