@@ -158,6 +158,7 @@ def test_no_end_token_is_none(network, tokenizer, monkeypatch):
     ids = tokenizer(PROMPTS[0], return_tensors="pt")
     [whole] = new(network, ids, max_new_tokens=12)
     monkeypatch.setattr(network.generation_config, "eos_token_id", whole[4])
+    monkeypatch.setattr(network._setblock, "eos_token_ids", frozenset([whole[4]]))
     [cut] = new(network, ids, max_new_tokens=12)
     assert cut == whole[: whole.index(whole[4]) + 1]
     assert new(network, ids, max_new_tokens=12, eos_token_id=None) == [whole]
