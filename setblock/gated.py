@@ -224,6 +224,7 @@ def put_on(
     with_chain(network, chain_width)
     adapted = _wrapped(network, folder)
     check_chain(adapted.peft_config[adapted.active_adapter], folder, chain_width)
+    check_all_taken(adapted, folder)
     if not is_gated(adapted):
         return adapted.merge_and_unload()
     _check_gate(network, adapted.peft_config[adapted.active_adapter])
@@ -303,9 +304,7 @@ def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
             raise ValueError(f"the adapter's folder has no {names[0]}")
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         try:
-            adapted = PeftModel.from_pretrained(network, folder)
+            return PeftModel.from_pretrained(network, folder)
         except UserWarning as error:
             first = str(error).partition("[")[2].partition(",")[0].strip("]'. ")
             raise ValueError(f"the adapter lacks weights, {first} the first of them") from error
-        check_all_taken(adapted, folder)
-        return adapted
