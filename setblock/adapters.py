@@ -162,7 +162,7 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
     base_name, config.base_model_name_or_path = config.base_model_name_or_path, None
     adapted = get_peft_model(network, config)
     config.base_model_name_or_path = base_name
-    set_peft_model_state_dict(adapted, weights)
+    _check_told(set_peft_model_state_dict(adapted, weights))
     return _to_train(adapted)
 
 
@@ -174,7 +174,11 @@ def check_all_taken(adapted: Any, folder: str | Path) -> None:
     from peft.utils import load_peft_weights
 
     # Once more, as the first time says nothing; it knows names that it writes in another way.
-    told = set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"))
+    _check_told(set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu")))
+
+
+def _check_told(told: Any) -> None:
+    """told: what peft answers to weights."""
     if left := sorted(told.unexpected_keys):
         raise ValueError(
             f"the adapter holds {len(left)} weights that have no place on this base by its "

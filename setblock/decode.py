@@ -25,7 +25,7 @@ from setblock.chain import conditioned
 from setblock.masks import MOST_SLOTS, Layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
-from setblock.solvers import Certain, Predictions, Solver
+from setblock.solvers import Certain, Predictions, Solver, check_revealed
 from setblock.transfer import to_device, to_host
 
 MODES = ("sbd", "ntp", "verified")
@@ -485,21 +485,3 @@ class DecodeState(Rows):
 def taken(values: ndarray, columns: Int[ndarray, "batch some"]) -> ndarray:
     """values[row, columns[row]] of each row."""
     return values[np.arange(len(values))[:, None], columns]
-
-
-def check_revealed(
-    solver: Solver,
-    revealed: Bool[ndarray, "batch slots"],
-    masked: Bool[ndarray, "batch slots"],
-    final: Bool[ndarray, "batch slots"] | None = None,
-) -> None:
-    """What a rule must keep to, whoever wrote it.
-
-    final: slots that are revealed in any case.
-    Raises: ValueError if it reveals what is not masked, or nothing of a row.
-    """
-    if (revealed & ~masked).any():
-        raise ValueError(f"solver {solver} reveals positions that are not masked")
-    going = revealed if final is None else revealed | final
-    if (masked.any(axis=1) & ~going.any(axis=1)).any():
-        raise ValueError(f"solver {solver} reveals none of a row's masked positions, but must one")

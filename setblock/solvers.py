@@ -14,6 +14,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
 from torch import Tensor
 
 Logits = Float[Tensor, "batch block vocab"]
@@ -84,6 +85,24 @@ class Solver(Protocol):
         margin of every slot. masked: [batch, slots], like the result.
         """
         ...
+
+
+def check_revealed(
+    solver: Solver,
+    revealed: Bool[ndarray, "batch slots"],
+    masked: Bool[ndarray, "batch slots"],
+    final: Bool[ndarray, "batch slots"] | None = None,
+) -> None:
+    """What a rule must keep to, whoever wrote it.
+
+    final: slots that are revealed in any case.
+    Raises: ValueError if it reveals what is not masked, or nothing of a row.
+    """
+    if (revealed & ~masked).any():
+        raise ValueError(f"solver {solver} reveals positions that are not masked")
+    going = revealed if final is None else revealed | final
+    if (masked.any(axis=1) & ~going.any(axis=1)).any():
+        raise ValueError(f"solver {solver} reveals none of a row's masked positions, but must one")
 
 
 @dataclass(frozen=True)
