@@ -122,7 +122,8 @@ def fill_behind_end(row: Mapping[str, Any], ends: list[int], count: int) -> dict
     A chat template's line break behind the end gives way to them.
     """
     ids, labels = row["input_ids"], row["labels"]
-    last = next((i for i in range(len(ids) - 1, max(len(ids) - 4, -1), -1) if ids[i] in ends), None)
+    first = max(len(ids) - 1 - objective.BEHIND_END, 0)
+    last = next((i for i in reversed(range(first, len(ids))) if ids[i] in ends), None)
     if last is None or labels[last] == objective.IGNORE:
         return {"input_ids": ids, "labels": labels}
     fill = [ids[last]] * count

@@ -63,8 +63,9 @@ class SBDConfig(SFTConfig):
     end_fill: int | None = field(
         default=None,
         metadata={
-            "help": "End tokens put behind each row that ends in one, so that the model sees, as "
-            "while decoding, blocks that reach behind the end. Default: max_block_size - 1."
+            "help": "End tokens put behind each row that ends in one, and in the noisy copy behind "
+            "each turn, so that the model sees, as while decoding, blocks that reach behind the "
+            "end. Default: max_block_size - 1."
         },
     )
     full_mask_share: float = field(
@@ -206,6 +207,11 @@ class SBDConfig(SFTConfig):
         ):
             if getattr(self, name) != allowed:
                 raise ValueError(f"{name} must be {allowed!r}, got {getattr(self, name)!r}")
+
+    @property
+    def end_tokens(self) -> int:
+        """End tokens behind each that ends a row or a turn."""
+        return self.max_block_size - 1 if self.end_fill is None else self.end_fill
 
 
 # The mark has done its work; left there it would hide the fields from HfArgumentParser.

@@ -136,19 +136,27 @@ def _of_arrays(**arrays: Int[ndarray, "batch length"]) -> Layout:
 
 
 def training_layout(
-    position: Int[Tensor, "batch length"], document: Int[Tensor, "batch length"], block_size: int
+    position: Int[Tensor, "batch length"],
+    document: Int[Tensor, "batch length"],
+    block_size: int,
+    begins: Bool[Tensor, "batch length"] | None = None,
 ) -> Layout:
     """Places of [x ; x_hat], 2 * length tokens: the clean text, then its noisy copy in blocks.
 
-    Blocks start anew at each document: `position` counts from 0 in every document, so
-    `position // k` numbers the blocks of a document and the document tells equal numbers apart.
+    Blocks start anew at each document, where `position` counts from 0. A block is named by its
+    first position, and the document tells equal names apart.
+    begins: tokens at which a new block begins within one of the grid, which ends where it would.
     Raises: ValueError if block_size < 1.
     Source: arXiv:2509.04185 figures 8 and 9.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    block = position // block_size
-    noisy = Layout(position, block * block_size, block, document)
+    block = position - position % block_size
+    if begins is not None:
+        index = torch.arange(position.shape[1], device=position.device)
+        latest = torch.where(begins | (position == 0), index, 0).cummax(dim=1).values
+        block = torch.maximum(block, position.gather(1, latest))
+    noisy = Layout(position, block, block, document)
     return causal_layout(position, document).cat(noisy)
 
 

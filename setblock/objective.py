@@ -16,6 +16,7 @@ document gets the same noise in any batch, on any rank, packed or not, before an
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from setblock.masks import CLEAN, PADDING, Layout, WholeRows, causal_layout, training_layout
 
 IGNORE = -100  # a label without a loss, as in torch and transformers
+BEHIND_END = 2  # tokens of a chat template's line break behind an end token, at most
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class View:
     blocks are dropped), [batch, L] for the clean half alone. labels[b, i] is the token that the
     output at i shall predict, IGNORE where there is no loss: the following token in the clean half,
     the token itself at masked positions of the noisy half. rows: where every noisy block was kept
-    and no row holds more than one document, what its rows have in common.
+    whole and no row holds more than one document, what its rows have in common. maskable: the
+    places of a row that the noise could mask; filled: those whose noisy token is not the clean one.
     """
 
     tokens: Int[Tensor, "batch length"]
@@ -43,6 +46,8 @@ class View:
     labels: Int[Tensor, "batch length"]
     num_clean: int
     rows: WholeRows | None = None
+    maskable: Bool[Tensor, "batch clean"] | None = None
+    filled: Bool[Tensor, "batch clean"] | None = None
 
     @property
     def matp_labels(self) -> Int[Tensor, "batch length"]:
@@ -97,7 +102,10 @@ class View:
         index = torch.arange(first, device=slot.device).expand(len(slot), -1)
         start = torch.full((len(slot), first + 1), first, device=slot.device)
         start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
-        return torch.where(wanted, start + layout.position - 1, -1)
+        found = torch.where(wanted, start + layout.position - 1, -1)
+        if self.filled is None:
+            return found
+        return torch.where(self.filled.gather(1, found + 1), -1, found)
 
 
 def _same_end(
@@ -233,6 +241,8 @@ def noisy_view(
     mask_token_id: int,
     drop_ragged_block: bool = False,
     first_slot_loss: bool = True,
+    ends: Collection[int] = (),
+    end_fill: int = 0,
 ) -> View:
     """[x ; x_hat] of a batch, 2 * length tokens a row.
 
@@ -241,23 +251,70 @@ def noisy_view(
     every document, and blocks do too. drop_ragged_block leaves a document's last, incomplete block
     unmasked and without MATP loss, as in the paper; by default it is trained, since it holds the
     end of the text. first_slot_loss=False leaves the first slot of every block without MATP loss.
+    A turn, labels that tokens without one follow, ends its block: what comes then is not known
+    while the turn is decoded. Behind a turn that ends in one of `ends`, in the noisy half alone, up
+    to `end_fill` more of that token have labels, as far as its block would reach, unless the next
+    turn begins in it.
     Raises: ValueError if block_size < 1.
     Source: arXiv:2509.04185 algorithm 1, eqs. 13 and 14.
     """
-    layout = training_layout(position, document, block_size)
-    masked = masked & (labels != IGNORE)
+    noisy, wanted, begins = _turns_ended(
+        tokens, labels, position, document, block_size, ends, end_fill
+    )
+    maskable = wanted != IGNORE
+    masked = masked & maskable
     if drop_ragged_block:
         masked = masked & _in_full_block(position, document, block_size)
     predicted = masked if first_slot_loss else masked & (position % block_size != 0)
+    layout = training_layout(position, document, block_size, begins)
+    whole = bool((layout.block[:, tokens.shape[1] :] % block_size == 0).all())
     return View(
-        tokens=torch.cat([tokens, tokens.masked_fill(masked, mask_token_id)], dim=1),
+        tokens=torch.cat([tokens, noisy.masked_fill(masked, mask_token_id)], dim=1),
         layout=layout,
         labels=torch.cat(
-            [_shift(labels, document), labels.masked_fill(~predicted, IGNORE)],
+            [_shift(labels, document), wanted.masked_fill(~predicted, IGNORE)],
             dim=1,
         ),
         num_clean=tokens.shape[1],
+        rows=WholeRows(tokens.shape[1], block_size) if whole and document.max() <= 0 else None,
+        maskable=maskable,
+        filled=maskable & (wanted != labels),
     )
+
+
+def _turns_ended(
+    tokens: Int[Tensor, "batch length"],
+    labels: Int[Tensor, "batch length"],
+    position: Int[Tensor, "batch length"],
+    document: Int[Tensor, "batch length"],
+    block_size: int,
+    ends: Collection[int],
+    end_fill: int,
+) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"], Bool[Tensor, "batch length"]]:
+    """The noisy half's (tokens before the noise, labels, tokens at which a block begins anew)."""
+    labels, position, document = labels.cpu(), position.cpu(), document.cpu()
+    noisy, wanted, labelled = tokens.cpu().clone(), labels.clone(), labels != IGNORE
+    begins = torch.zeros_like(labelled)
+    same = document[:, 1:] == document[:, :-1]
+    last_labels = labelled[:, :-1] & ~labelled[:, 1:] & same
+    for row, last in last_labels.nonzero().tolist():
+        # Back from the last label; a chat template's line break may come behind an end token.
+        most = min(BEHIND_END, int(position[row, last]))
+        said = reversed(labels[row, last - most : last + 1].tolist())
+        turn = takewhile(lambda label: label != IGNORE, said)
+        back = next((back for back, label in enumerate(turn) if label in ends), None)
+        behind, fill = last + 1, 0
+        if back is not None:
+            behind -= back
+            wanted[row, behind : last + 1] = IGNORE
+            stop = behind + -int(position[row, behind]) % block_size
+            room = int((document[row, behind:stop] == document[row, last]).sum())
+            if not labelled[row, last + 1 : behind + room].any():
+                fill = min(room, end_fill)
+            filled = slice(behind, behind + fill)
+            noisy[row, filled] = wanted[row, filled] = labels[row, behind - 1]
+        begins[row, behind + fill : behind + fill + 1] = True
+    return noisy.to(tokens.device), wanted.to(tokens.device), begins.to(tokens.device)
 
 
 def drop_idle_blocks(view: View) -> View:
@@ -286,7 +343,8 @@ def drop_idle_blocks(view: View) -> View:
         return torch.cat([tensor[:, :first], moved], dim=1)
 
     layout = view.layout
-    return View(
+    return replace(
+        view,
         tokens=left(view.tokens, 0),
         layout=Layout(
             position=left(layout.position, 0),
@@ -295,7 +353,7 @@ def drop_idle_blocks(view: View) -> View:
             document=left(layout.document, PADDING),
         ),
         labels=left(view.labels, IGNORE),
-        num_clean=first,
+        rows=None,
     )
 
 

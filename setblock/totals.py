@@ -55,13 +55,13 @@ class Totals:
         noisy = (view.layout.block != CLEAN)[supervised]
         losses = objective.losses(scores.nats.detach(), view)
         matp_right = (scores.right & noisy).sum()
-        labelled = batch["labels"] != objective.IGNORE
+        maskable = torch.zeros(()) if view.maskable is None else view.maskable.float()
         sums = (
             *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
             *(losses.matp_sum, losses.matp_count, matp_right),
             *(scores.chain_nats.detach().sum(), scores.chain_known.sum(), scores.chain_right.sum()),
             *(scores.divergence.detach()[taught].sum(), taught.sum()),
-            *(labelled.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
+            *(maskable.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
         )
         device = self.values.device
         names, *tables = self._parts()
@@ -72,7 +72,7 @@ class Totals:
         slot = view.layout.document - PADDING
         counts = torch.zeros(2, len(slot), int(slot.max()) + 1, device=device)
         clean = slot[:, : view.num_clean]
-        counts[0].scatter_add_(1, clean, labelled.float())
+        counts[0].scatter_add_(1, clean, maskable)
         counts[1].scatter_add_(1, slot, (supervised & (view.layout.block != CLEAN)).float())
         rate = (counts[1] / counts[0].clamp(min=1)).gather(1, slot)[supervised][noisy]
         tenth = (rate * self.NUM_RATES).long().clamp(max=self.NUM_RATES - 1)

@@ -10,7 +10,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from setblock.batches import (
 from setblock.card import card
 from setblock.checkpoint import write_settings
 from setblock.config import SBDConfig
-from setblock.masks import CLEAN, WholeRows
+from setblock.masks import CLEAN
 from setblock.model import Model, ends_of
 from setblock.order import ByLength, refuse_later_passes
 from setblock.timelimit import TimeLimit
@@ -443,11 +443,11 @@ class SBDTrainer(SFTTrainer):
             self.mask_token_id,
             self.args.drop_ragged_block,
             self.args.first_slot_loss,
+            self._ends,
+            self.args.end_tokens,
         )
         if self.args.idle_blocks == "drop":
             view = objective.drop_idle_blocks(view)
-        elif batch["lengths"].shape[1] == 1:
-            view = replace(view, rows=WholeRows(tokens.shape[1], block_size))
         if self.gated:
             return view.masked_only()
         return view.without_next(self._ends)
@@ -503,8 +503,7 @@ class SBDTrainer(SFTTrainer):
         if tokenised and args.max_length is not None:
             prepared = cut(prepared, args.max_length, name)
         if tokenised and args.objective == "sbd":
-            fill = args.max_block_size - 1 if args.end_fill is None else args.end_fill
-            fn_kwargs = {"ends": sorted(self._ends), "count": fill}
+            fn_kwargs = {"ends": sorted(self._ends), "count": args.end_tokens}
             prepared = prepared.map(fill_behind_end, fn_kwargs=fn_kwargs)
             if args.max_length is not None:  # of the fill alone, by now
                 prepared = prepared.map(sliced, fn_kwargs={"length": args.max_length})

@@ -213,7 +213,7 @@ def test_idle_blocks_leave(network):
     view = objective.drop_idle_blocks(objective.noisy_view(*parts, masked, 2, MASK))
     assert view.tokens[0, 7:].tolist() == [12, MASK, MASK]
     assert view.layout.position[0, 7:].tolist() == [2, 3, 6]
-    assert view.layout.block[0, 7:].tolist() == [1, 1, 3]
+    assert view.layout.block[0, 7:].tolist() == [2, 2, 6]
     assert view.matp_labels.tolist() == [[IGNORE, 13, 16], [IGNORE] * 3]
     assert view.layout.document[1, 7:].tolist() == [-1] * 3
     nothing = objective.noisy_view(*parts, torch.zeros_like(masked), 2, MASK)
