@@ -18,7 +18,7 @@ SETTINGS = {
     "block_size": int,
     "solver": str,
     "mode": str,
-    "slide": bool,  # in mode "sbd", see decode.Settings
+    "slide": bool,  # in mode "sbd", see settings.Settings
     "trained": bool,
     "dtype": str,
     "device": str,

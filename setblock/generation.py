@@ -9,12 +9,13 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from setblock.decode import DecodeState, Rows, Settings
+from setblock.decode import DecodeState, Rows
 from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.pieces import TextPieces
 from setblock.sampling import Sampler
+from setblock.settings import Settings
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
@@ -35,7 +36,7 @@ class Options(TypedDict, total=False):
     texts that end a row.
     ignore_eos: generate on past EOS.
     slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
-    mode "verified"; see decode.Settings.
+    mode "verified"; see settings.Settings.
     """
 
     mode: str | None

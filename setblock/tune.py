@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from setblock.checkpoint import DRAFTING
-from setblock.decode import MOST_QUERIES
 from setblock.evaluate import Form, acceptance_of, evaluate
 from setblock.generation import settings_for
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, Spending
 from setblock.scores import Sample, Score, drop_bounds
+from setblock.settings import MOST_QUERIES
 
 NAMES = ("mode", "solver", "slide", *DRAFTING)  # what tells settings apart
 FIRST_ITEMS = 8  # of the first round, at least

@@ -27,10 +27,11 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from setblock.chain import Chain, joined
-from setblock.decode import Rows, Settings, taken
+from setblock.decode import Rows, taken
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
+from setblock.settings import Settings
 from setblock.solvers import Predictions, check_revealed, entropy
 from setblock.transfer import to_device, to_host
 

@@ -14,9 +14,9 @@ import torch
 from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback
 
-from setblock.decode import MODES
 from setblock.generation import generate
 from setblock.model import Model
+from setblock.settings import MODES
 from setblock.signals import SIGNALS
 from setblock.tasks import final_answer
 

@@ -17,6 +17,7 @@ from setblock import decode
 from setblock.generation import Generation, generate, settings_for
 from setblock.masks import Layout
 from setblock.model import Model
+from setblock.settings import MODES
 from setblock.solvers import FORMS
 
 # Each solver both timid and bold.
@@ -166,7 +167,7 @@ def test_prompts_in_chunks(seed, prompts, options):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("mode", decode.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_networks_prompts_in_chunks(networks, kind, mode, monkeypatch):
     model = with_ends(networks[kind, 0], every=300)
     texts = [list(range(3, 3 + count)) for count in (1, 7, 30, 41)]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from setblock import generation
-from setblock.decode import Settings
 from setblock.generation import generate, settings_for, stream
 from setblock.loading import load
 from setblock.roofline import Spending
 from setblock.sampling import Sampler
+from setblock.settings import Settings
 from setblock.solvers import EntropyBound, FixedCount, entropy
 
 

@@ -46,7 +46,7 @@ LEVELS = (
         "resume",
         "sampling",
     ),
-    ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels"),
+    ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels", "settings"),
     ("graphs",),
     ("model", "totals", "timelimit", "order"),
     ("trial",),

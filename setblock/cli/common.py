@@ -14,8 +14,8 @@ from rich.status import Status
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from setblock.decode import Settings
     from setblock.model import Model
+    from setblock.settings import Settings
 
 app = typer.Typer(
     help="Set block decoding: several tokens per forward from an ordinary causal language model.",

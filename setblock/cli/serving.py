@@ -182,8 +182,8 @@ def serve(
         raise ImportError(
             f"serve needs more packages: pip install '.[serve]' in the checkout ({error})"
         ) from None
-    from setblock.decode import MODES
     from setblock.generation import settings_for
+    from setblock.settings import MODES
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listening:

@@ -1,0 +1,163 @@
+"""What a decoding run does: mode, solver, sizes, drafts; checked once, kept with every result."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from setblock.masks import MOST_SLOTS
+from setblock.sampling import Sampler
+from setblock.solvers import Solver
+
+MODES = ("sbd", "ntp", "verified")
+DRAFTS = ("branches", "solver")
+MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
+OWN_OPTIONS = {
+    "sbd": ("slide", "next_token_seed", "fallback"),
+    "verified": ("draft", "branches", "seeds", "lookup", "lenience"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a decoding run does; validated once, stored with every result.
+
+    block_size: slots of a block (k of the paper), unused by mode "ntp" like `solver`.
+    max_new_tokens: generated tokens at most, EOS included.
+    stop: texts that end a row; the text is cut before them.
+    ignore_eos: generate on past EOS; EOS itself stays allowed.
+    slide: mode "sbd": a block begins behind the last of the final tokens without a gap, instead of
+        behind the last whole block, and ends at the limit; its first token is the next-token one.
+    next_token_seed: mode "sbd": a block's first token is the next-token one, whose distribution
+        the forward that encodes the text before it has anyway. The solver takes it for certain.
+    fallback: mode "sbd": a block all of whose masked slots have a higher entropy than this, in
+        nats, is finished token by token; None is never.
+    draft: mode "verified": "branches" verifies a draft and makes the next one in one forward,
+        "solver" drafts with `solver` and verifies in a forward of its own.
+    branches: of draft "branches": for how many accepted lengths, the likeliest, the next draft is
+        made; None is all.
+    seeds: of draft "branches": for each of them, how many more drafts are made that begin with one
+        of the likeliest tokens.
+    lookup: of draft "branches": tokens at most of a draft that is copied from behind an earlier
+        place of the text's last tokens, where that promises more than the model's own; 0 is never.
+        Blocks of one token have no other draft.
+    lenience: mode "verified": a drafted token is accepted as well if its probability, with
+        sampling's noise if any, is at least this share of that of next-token decoding's token; 1 is
+        lossless, less is not. See verified.VerifiedRows._said.
+    """
+
+    mode: str
+    solver: Solver
+    block_size: int
+    max_new_tokens: int = 256
+    sampler: Sampler = field(default_factory=Sampler)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    slide: bool = False
+    next_token_seed: bool = False
+    fallback: float | int | None = None
+    draft: str = "branches"
+    branches: int | None = None
+    seeds: int = 0
+    lookup: int = 0
+    lenience: float | int = 1.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
+            if getattr(self, name) not in allowed:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+        if not isinstance(self.solver, Solver):
+            raise ValueError(f"solver must be a solver or its text, got {self.solver!r}")
+        bounds = {"block_size": 1, "max_new_tokens": 1, "branches": 1, "seeds": 0, "lookup": 0}
+        for name, least in bounds.items():
+            value = getattr(self, name)
+            if name == "branches" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.block_size > MOST_SLOTS:
+            raise ValueError(f"block_size must be at most {MOST_SLOTS}, got {self.block_size}")
+        for name in ("ignore_eos", "slide", "next_token_seed"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if self.fallback is not None and (
+            isinstance(self.fallback, bool)
+            or not isinstance(self.fallback, (int, float))
+            or not 0 <= self.fallback < math.inf
+        ):
+            raise ValueError(
+                f"fallback must be a finite entropy of at least 0, got {self.fallback!r}"
+            )
+        if self.slide and self.fallback is not None:
+            raise ValueError(
+                "fallback is for whole blocks, which blocks that slide never are, got "
+                f"{self.fallback!r} with slide"
+            )
+        if (
+            isinstance(self.lenience, bool)
+            or not isinstance(self.lenience, (int, float))
+            or not 0 < self.lenience <= 1
+        ):
+            raise ValueError(
+                f"lenience must be a number in (0, 1], where 1 is lossless, got {self.lenience!r}"
+            )
+        if self.lenience != 1 and self.mode == "verified" and self.block_size == 1:
+            raise ValueError(
+                "lenience is for a model's own drafts, of which blocks of one token have none, got "
+                f"{self.lenience!r} with block_size 1"
+            )
+        for mode, names in OWN_OPTIONS.items():
+            for name in names if self.mode != mode else ():
+                got = getattr(self, name)
+                if got != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name} is for mode {mode}, got {got!r} in mode {self.mode}")
+        for name in ("branches", "seeds", "lookup") if self.draft == "solver" else ():
+            if getattr(self, name):
+                got = getattr(self, name)
+                raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
+        longest = max(self.block_size, self.lookup + 1)
+        lengths = min(self.branches or longest, longest)
+        queries = longest + self.block_size * lengths * (1 + self.seeds)
+        if self.mode == "verified" and self.draft == "branches" and queries > MOST_QUERIES:
+            raise ValueError(
+                f"seeds, branches, block_size and lookup make forwards of at most {MOST_QUERIES} "
+                f"tokens, got {self.seeds}, {self.branches}, {self.block_size} and {self.lookup}: "
+                f"{queries}"
+            )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "solver": str(self.solver)}
+
+    @property
+    def uses_solver(self) -> bool:
+        """Whether `solver` has a say."""
+        return self.mode == "sbd" or (self.mode == "verified" and self.draft == "solver")
+
+    @property
+    def copies_alone(self) -> bool:
+        """Whether all drafts are copied from the text, which needs no training."""
+        return self.mode == "verified" and self.lookup > 0 and self.block_size == 1
+
+    @property
+    def seeds_blocks(self) -> bool:
+        """Whether a block's first token is the next-token one where its distribution is known."""
+        return self.slide or self.next_token_seed
+
+    @property
+    def stride(self) -> int:
+        """What a row ends at a multiple of: a block where blocks are whole."""
+        return self.block_size if self.mode == "sbd" and not self.slide else 1
+
+    @property
+    def num_slots(self) -> int:
+        """Positions that a row takes after its prompt."""
+        return -(-self.max_new_tokens // self.stride) * self.stride
+
+    def room(self, left: Any) -> Any:
+        """How many tokens an answer has room for where so many positions are left, or arrays."""
+        return left // self.stride * self.stride
