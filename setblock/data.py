@@ -120,6 +120,25 @@ def fingerprint(rows: Dataset) -> str:
     return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
+def with_answers(rows: Dataset) -> Dataset:
+    """Rows of load_rows as prompts and completions; of messages the last is the completion.
+
+    Raises: ValueError for texts, and naming the row for messages that end with no answer.
+    """
+    if "prompt" in rows.column_names:
+        return rows
+    if "messages" not in rows.column_names:
+        raise ValueError(f"{rows[0]['where']}: a text holds no prompt to be answered")
+
+    def parted(row: Mapping[str, Any]) -> dict[str, Any]:
+        *asked, said = row["messages"]
+        if not asked or said["role"] != "assistant":
+            raise ValueError(f"{row['where']}: messages must end with the assistant's answer")
+        return {"prompt": asked, "completion": [said]}
+
+    return rows.map(parted, remove_columns=["messages"], desc="Chat prompts")
+
+
 def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
     """Rows of load_rows as the trainer takes them: conversations tokenised, turns told apart.
 
@@ -276,6 +295,8 @@ def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> 
     found = ", ".join(row)
     if formats == PROMPTS:
         hint = " (--prompt-field names another column)"
+    elif "conversations" in names:
+        hint = " (conversations: as messages, each of role and content)"
     elif "prompt" in names:
         hint = " (prompts alone: --answers model)"
     else:

@@ -34,8 +34,8 @@ class Form:
     data: DataRows | None = None
     shots_data: DataRows | None = None
 
-    def prompt(self, item: Item) -> str | list[int]:
-        """The text of an item, or its token ids."""
+    def prompt(self, item: Item) -> str | list[int] | list[dict[str, str]]:
+        """The text of an item, its token ids, or messages."""
         return self.task.prompt(item, self.examples, self.chat)
 
     def describe(self) -> dict[str, Any]:
@@ -321,7 +321,9 @@ def _longest_word(names: Sequence[str]) -> int:
 
 def _name(line: Mapping[str, Any], model: bool) -> str:
     """Model, if asked for, mode and solver in a few words that break at spaces."""
-    return " ".join(filter(None, (line["model"] if model else "", line["mode"], line["solver"])))
+    slides = "sliding" if (line.get("settings") or {}).get("slide") else ""
+    words = line["model"] if model else "", line["mode"], line["solver"], slides
+    return " ".join(filter(None, words))
 
 
 def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from setblock.corpus import (
     room_of,
     training_rows,
 )
-from setblock.data import fingerprint, load_rows, prepare, talks
+from setblock.data import fingerprint, load_rows, prepare, talks, with_answers
 from setblock.estimate import describe, estimate
 from setblock.files import let_read
 from setblock.loading import DTYPES, load, place_of
@@ -73,6 +73,7 @@ def finetune(
     held_out = load_rows([run.decode_data], *names, run.decode_limit) if run.decode_data else None
     if held_out is not None:
         settings["decode_rows"] = fingerprint(held_out)
+        held_out = with_answers(held_out)
     settings_file, log = run.output_dir / OWN_FOLDER / "settings.json", run.output_dir / "log.jsonl"
     state, finished, lines = None, False, []
     if checkpoint is not None:
@@ -81,8 +82,6 @@ def finetune(
         finished = is_finished(state, config)
         lines = kept_lines(log, state, finished)
     decodings = [line for line in lines if "decode_n" in line]
-    if held_out is not None and "prompt" not in held_out.column_names:
-        raise ValueError("decode_data needs rows of prompt and completion")
     judged = load_rows([run.eval_data], *names) if run.eval_data else None
     # float32 weights: updates at small rates would be lost in bfloat16; bf16 autocasts. A frozen
     # base needs no more than its own precision.

@@ -272,11 +272,15 @@ def _check_gate(network: PreTrainedModel, config: Any) -> None:
         raise ValueError("a gated adapter must leave the output layer as it is")
     more = [name for name in config.modules_to_save or [] if name != CHAIN]
     own = config.init_lora_weights
+    if own not in OWN_WEIGHTS:
+        raise ValueError(
+            "a gated adapter leaves its base as it is where no mask stands, which one with "
+            f"init_lora_weights {own!r} does not; {', '.join(map(repr, OWN_WEIGHTS))} are allowed"
+        )
     for name, value, only in (
         ("bias", config.bias, "none"),
         ("modules_to_save", more, []),
         ("layer_replication", config.layer_replication, None),
-        ("init_lora_weights", own if own not in OWN_WEIGHTS else True, True),
     ):
         if value != only:
             raise ValueError(

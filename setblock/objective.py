@@ -292,29 +292,37 @@ def _turns_ended(
     end_fill: int,
 ) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"], Bool[Tensor, "batch length"]]:
     """The noisy half's (tokens before the noise, labels, tokens at which a block begins anew)."""
-    labels, position, document = labels.cpu(), position.cpu(), document.cpu()
-    noisy, wanted, labelled = tokens.cpu().clone(), labels.clone(), labels != IGNORE
-    begins = torch.zeros_like(labelled)
     same = document[:, 1:] == document[:, :-1]
-    last_labels = labelled[:, :-1] & ~labelled[:, 1:] & same
-    for row, last in last_labels.nonzero().tolist():
+    labelled = labels != IGNORE
+    last_labels = (labelled[:, :-1] & ~labelled[:, 1:] & same).nonzero().tolist()
+    begins = torch.zeros_like(labelled)
+    if not last_labels:
+        return tokens, labels, begins
+    said, places, texts = labels.tolist(), position.tolist(), document.tolist()
+    noisy, wanted, cuts = tokens.tolist(), labels.tolist(), begins.tolist()
+    for row, last in last_labels:
         # Back from the last label; a chat template's line break may come behind an end token.
-        most = min(BEHIND_END, int(position[row, last]))
-        said = reversed(labels[row, last - most : last + 1].tolist())
-        turn = takewhile(lambda label: label != IGNORE, said)
+        most = min(BEHIND_END, places[row][last])
+        turn = takewhile(lambda label: label != IGNORE, said[row][last - most : last + 1][::-1])
         back = next((back for back, label in enumerate(turn) if label in ends), None)
         behind, fill = last + 1, 0
         if back is not None:
             behind -= back
-            wanted[row, behind : last + 1] = IGNORE
-            stop = behind + -int(position[row, behind]) % block_size
-            room = int((document[row, behind:stop] == document[row, last]).sum())
-            if not labelled[row, last + 1 : behind + room].any():
+            wanted[row][behind : last + 1] = [IGNORE] * back
+            stop = behind + -places[row][behind] % block_size
+            room = texts[row][behind:stop].count(texts[row][last])
+            if all(label == IGNORE for label in said[row][last + 1 : behind + room]):
                 fill = min(room, end_fill)
-            filled = slice(behind, behind + fill)
-            noisy[row, filled] = wanted[row, filled] = labels[row, behind - 1]
-        begins[row, behind + fill : behind + fill + 1] = True
-    return noisy.to(tokens.device), wanted.to(tokens.device), begins.to(tokens.device)
+            for column in (noisy, wanted):
+                column[row][behind : behind + fill] = [said[row][behind - 1]] * fill
+        if behind + fill < len(cuts[row]):
+            cuts[row][behind + fill] = True
+    device = tokens.device
+    return (
+        torch.tensor(noisy, device=device),
+        torch.tensor(wanted, device=device),
+        torch.tensor(cuts, device=device),
+    )
 
 
 def drop_idle_blocks(view: View) -> View:

@@ -23,12 +23,16 @@ from setblock.execution import passes
 
 @dataclass(frozen=True)
 class Item:
-    """A question with its worked answer, which serves as an example, and what a check compares."""
+    """A question with its worked answer, which serves as an example, and what a check compares.
+
+    before: (role, content) of the messages of a chat before the question.
+    """
 
     key: str
     prompt: str
     answer: str
     target: Any
+    before: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,31 @@ class Task:
     check: Callable[[Item, str], bool] | None
     stop: tuple[str, ...] = ()
 
-    def prompt(self, item: Item, examples: Sequence[Item], chat: bool) -> str:
-        """The text of a question behind solved examples."""
+    def prompt(
+        self, item: Item, examples: Sequence[Item], chat: bool
+    ) -> str | list[dict[str, str]]:
+        """The text of a question behind solved examples; as messages where some come before it.
+
+        Raises: ValueError for such messages without chat, or as an example, and for examples in
+            plain text where no `stop` ends an answer.
+        """
+        if any(one.before for one in (*examples, *([] if chat else [item]))):
+            raise ValueError(
+                f"task {self.name}: rows of several messages need chat turns and no examples: "
+                "leave out --plain and --shots, or give rows of texts"
+            )
         form = self.chat if chat else self.plain
         solved = [f"{form.format(prompt=one.prompt)}\n{one.answer}\n\n" for one in examples]
-        return "".join(solved) + form.format(prompt=item.prompt)
+        if solved and not chat and self.check and not self.stop:
+            raise ValueError(
+                f"task {self.name}: behind examples in plain text nothing says where an answer "
+                "ends: leave out --plain or --shots"
+            )
+        text = "".join(solved) + form.format(prompt=item.prompt)
+        if not item.before:
+            return text
+        turns = (*item.before, ("user", text))
+        return [{"role": role, "content": content} for role, content in turns]
 
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".txt", ".parquet")  # never a hub name's
@@ -139,10 +163,13 @@ def load_items(task: Task, data: DataRows, limit: int | None = None) -> list[Ite
     items = []
     for number, row in enumerate(data.rows[:limit], start=1):
         try:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"a row must be an object, got {row!r}")
             item = task.read(row, number)
             if not isinstance(item.prompt, str) or not item.prompt.strip():
                 raise ValueError(f"the question must be a text, got {item.prompt!r}")
-            item.prompt.encode()  # half of a surrogate pair is no text
+            for text in (item.prompt, item.answer, *(text for _, text in item.before)):
+                text.encode()  # half of a surrogate pair is no text
             items.append(item)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             wrong = f"no field {error}" if isinstance(error, KeyError) else str(error)
@@ -196,7 +223,7 @@ TIMES_TEN = (
     r"(?:(\d) ?(?:x|\*|\u00d7|\\times|\\cdot) ?|(?<![\w.]))10\^(?:\{(-?\d{1,3})\}|(\d{1,3}))"
 )
 WRITTEN = (
-    (r"\u2212|(?<![\w.] )(?<![\w.])\u2013(?=[\d.$])", "-"),
+    (r"\u2212|(?<!\d )(?<![\w.])\u2013(?=[\d.$])", "-"),
     (r"-\\?[$\u20ac\u00a3](?=[\d.])", "-"),
     (r"(\d) ?\\([dt]?frac)", r"\1 \\\2"),
     (r"\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
@@ -228,27 +255,74 @@ def _numbers(text: str) -> list[Fraction]:
 
 
 def final_answer(text: str) -> Fraction | str:
-    """The number that a text ends in; the stripped text if it has none."""
+    """The number that a worked answer ends in, as final_number; else what it says in words.
+
+    That is what stands behind a mark at its end if that holds no number, or the whole text if there
+    is no number at all.
+    """
+    if (said := _last_words(text)) is not None and not _numbers(said):
+        return said
     number = final_number(text)
-    return text.strip() if number is None else number
+    return _words(text) if number is None else number
+
+
+def answers_alike(text: str, target: Fraction | str) -> bool:
+    """Whether a text ends in the final_answer of a worked one."""
+    if isinstance(target, str):
+        return target in (_last_words(text), _words(text))
+    return final_number(text) == target
+
+
+def _last_words(text: str) -> str | None:
+    """What a text ends in behind a mark of final_number, None without one."""
+    found = re.search(r"(?:####|(?i:answer(?: is|:)))[ \t]*([^\n#]+)\s*\Z", text)
+    return _words(re.split(r"(?i)answer(?: is|:)", found[1])[-1]) or None if found else None
+
+
+def _words(text: str) -> str:
+    """Without what may stand around an answer in words."""
+    return text.strip(" \t\n\r.!*\"'")
 
 
 def _answers(row: Mapping[str, Any], number: int) -> Item:
-    """A row of training data: prompt and completion, each a text or a list of one message."""
-    texts: list[str] = []
-    for name in ("prompt", "completion"):
-        value = row[name]
-        text = value[0]["content"] if isinstance(value, list) and len(value) == 1 else value
-        if not isinstance(text, str) or not text.strip():
+    """A row of training data: prompt and completion, texts or messages, or messages alone.
+
+    What a chat's last message answers is the question; the messages before it stay before it.
+    """
+    if row.get("messages") is not None and row.get("prompt") is None:
+        *asked, said = _messages(row["messages"], "messages", 2)
+    else:
+        asked = _messages(row["prompt"], "prompt", 1)
+        [said] = _messages(row["completion"], "completion", 1, 1, "assistant")
+    *before, (role, question) = asked
+    for found, wanted in ((role, "user"), (said[0], "assistant")):
+        if found != wanted:
+            raise ValueError(f"the last messages must be user's and assistant's, got {found}'s")
+    return Item(str(number), question, said[1], final_answer(said[1]), tuple(before))
+
+
+def _messages(
+    value: Any, name: str, least: int, most: int | None = None, role: str = "user"
+) -> list[tuple[str, str]]:
+    """(role, content) of each message; a text is one of this role."""
+    turns = [{"role": role, "content": value}] if isinstance(value, str) else value
+    count = f"{least} or more" if most is None else str(most)
+    if not isinstance(turns, list) or not least <= len(turns) <= (most or len(turns)):
+        raise ValueError(f"{name} must be a text or a list of messages, {count}, got {value!r}")
+    found = []
+    for turn in turns:
+        parts = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else ()
+        if not (parts and all(isinstance(text, str) and text.strip() for text in parts)):
             raise ValueError(
-                f"{name} must be a text that is not empty, or one such message, got {value!r}"
+                f"{name} must hold messages of role and content, texts that are not empty, got "
+                f"{turn!r}"
             )
-        texts.append(text)
-    return Item(str(number), *texts, target=final_answer(texts[1]))
+        found.append(parts)
+    return found
 
 
 def _same_answer(item: Item, text: str) -> bool:
-    return final_answer(text) == item.target
+    return answers_alike(text, item.target)
 
 
 def _same_number(item: Item, text: str) -> bool:
@@ -375,12 +449,12 @@ TASKS = {
     task.name: task
     for task in (
         Task(
-            *("gsm8k", 3, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("gsm8k", 4, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
         Task(
-            *("svamp", 3, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("svamp", 4, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
@@ -406,7 +480,7 @@ TASKS = {
             check=_passes_asserts,
             stop=("\nTask:",),
         ),
-        Task("answers", 1, _answers, "{prompt}", "{prompt}", check=_same_answer),
+        Task("answers", 2, _answers, "{prompt}", "{prompt}", check=_same_answer),
         Task("prompts", 1, _prompts, "{prompt}", "{prompt}", check=None),
     )
 }

@@ -177,7 +177,7 @@ def tune(
     Effects: before verified decoding is tried, model.acceptance becomes that of its drafts.
     """
     # Each prompt once, in an order of no meaning: families and years come one after the other.
-    drawn = list({one.prompt: one for one in items}.values())
+    drawn = list({(one.prompt, getattr(one, "before", ())): one for one in items}.values())
     random.Random(0).shuffle(drawn)
     halves = [drawn[::2], drawn[1::2]]
     if not halves[1]:

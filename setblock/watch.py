@@ -18,7 +18,7 @@ from setblock.generation import generate
 from setblock.model import Model
 from setblock.settings import MODES
 from setblock.signals import SIGNALS
-from setblock.tasks import final_answer
+from setblock.tasks import answers_alike, final_answer
 
 
 class SaveOnSignal(TrainerCallback):
@@ -114,7 +114,7 @@ class DecodeProbe(TrainerCallback):
 
     A run that goes on has its first decoding behind it. Each time one more entry of `results`, also
     written to log.jsonl: step, tokens_per_forward, and score, the share of answers that end in the
-    same final answer as the row's completion (its last number; the whole text where it holds none).
+    same final answer as the row's completion, as task "answers" has it.
     options: of `generate`. say: told a line of each result.
     Effects: every rank decodes, since its weights may be in parts on all of them; the first writes.
     """
@@ -158,7 +158,7 @@ class DecodeProbe(TrainerCallback):
         finally:
             network.train(training)
         wanted = [final_answer(_text(row["completion"])) for row in self.rows]  # type: ignore[index]
-        right = [final_answer(one.text) == want for one, want in zip(answers, wanted, strict=True)]
+        right = [answers_alike(one.text, want) for one, want in zip(answers, wanted, strict=True)]
         result = {
             "step": state.global_step,
             "decode_tokens_per_forward": sum(one.num_tokens for one in answers)

@@ -421,7 +421,7 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
         (str(tmp_path / "saying"), "a gated adapter must leave the output layer as it is"),
         (
             saved("pissa", pissa),
-            "gated .* with init_lora_weights 'pissa_niter_2' does not; only Tr",
+            "gated .* with init_lora_weights 'pissa_niter_2' does not; True, False, 'gaussian', 'e",
         ),
         (
             more,
@@ -435,6 +435,18 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
     ):
         with pytest.raises(ModelError, match=message):
             load(name)
+
+
+@pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva' but `eva_config` is not")
+@pytest.mark.parametrize("own", [True, False, "gaussian", "eva", "orthogonal"])
+def test_adapters_that_began_otherwise_leave_the_base_as_it_is(checkpoint, tmp_path, own):
+    base = checkpoint("llama-tied")
+    gated_adapter(load(base), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": own}))
+    few: dict[str, Any] = {"mode": "ntp", "max_new_tokens": 12, "ignore_eos": True}
+    [plain], [adapted] = (generate(load(one), [[5, 6, 7]], **few) for one in (base, tmp_path))
+    assert adapted.token_ids == plain.token_ids
 
 
 def test_a_mixture_of_experts_has_its_gate_beside_the_experts(checkpoint, tmp_path):

@@ -382,8 +382,16 @@ def test_a_chain_that_can_not_be_is_refused_before_any_answer(checkpoint, rows, 
             {"text": "a"},
             r"rows.jsonl:1: a row needs prompt or messages; this",
         ),
-        ({"decode_every": 2}, {"text": "a"}, "^decode_data needs rows of prompt and completion$"),
-        ({"decode_every": 2}, TALK, "^decode_data needs rows of prompt and completion$"),
+        (
+            {"decode_every": 2},
+            {"text": "a"},
+            r"rows.jsonl:1: a text holds no prompt to be answered$",
+        ),
+        (
+            {"decode_every": 2},
+            TALK,
+            r"rows.jsonl:1: messages must end with the assistant's answer$",
+        ),
     ],
 )
 def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:

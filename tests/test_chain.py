@@ -325,6 +325,18 @@ def test_an_adapter_and_its_settings_must_agree(checkpoint, tmp_path, told):
             adapters.attach_again(network, tmp_path)
 
 
+def test_weights_without_a_place_are_refused_beside_a_new_chain(checkpoint, tmp_path):
+    base = checkpoint("llama-tied")
+    gated_adapter(load(base), tmp_path)
+    assert adapters.attach_again(load(base).network, tmp_path, chain_width=8)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    fewer = [name for name in config["target_modules"] if "layers.1" not in name]
+    file.write_text(json.dumps(config | {"target_modules": fewer}))
+    with pytest.raises(ValueError, match=r"the adapter holds \d+ weights that have no place on"):
+        adapters.attach_again(load(base).network, tmp_path, chain_width=8)
+
+
 def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatch):
     """One that always knows what the model says next, as only a test can."""
     gated_adapter(load(checkpoint("llama-tied")), tmp_path, chain_width=8)

@@ -94,6 +94,30 @@ def test_decoding_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys
     assert [json.loads(line) for line in lines if "decode_n" in line] == summary["decode"]
 
 
+def test_chats_are_decoded_while_training(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
+    """Their last answers, to the messages before: as the same rows in two parts."""
+    asked = [{"role": role, "content": text} for role, text in (("user", "ab"), ("assistant", "b"))]
+    asked += [{"role": "user", "content": "cab"}]
+    answer = {"role": "assistant", "content": "abc"}
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    whole.write_text(json.dumps({"messages": [*asked, answer]}) + "\n")
+    parts.write_text(json.dumps({"prompt": asked, "completion": [answer]}) + "\n")
+    found = []
+    for number, file in enumerate((whole, parts)):
+        where = (
+            "--model",
+            checkpoint("llama"),
+            "--data",
+            rows,
+            "--output-dir",
+            tmp_path / f"{number}",
+        )
+        probe = ("--decode-data", file, "--decode-every", "2", "--answer-tokens", "8")
+        found.append(train(monkeypatch, capsys, *where, *probe)["decode"])
+    assert found[0] == found[1]
+    assert found[0][0]["decode_n"] == 1
+
+
 def test_lines_of_a_run(checkpoint, rows, tmp_path, monkeypatch, capsys) -> None:
     """Of each logged step and each decoding; no bars and no dictionaries where nobody watches."""
     words = ("--model", checkpoint("llama"), "--data", rows, "--output-dir", tmp_path / "out")

@@ -133,6 +133,10 @@ def test_columns_of_other_names(tmp_path):
             r":1: messages must be messages of role and content",
         ),
         ('{"messages": []}\n', r":1: messages is empty"),
+        (
+            '{"conversations": [{"from": "human", "value": "a"}]}\n',
+            r":1: .* this one has conversations \(conversations: as messages, each of role and",
+        ),
         ('{"messages": [{"role": "user", "content": null}]}\n', r":1: .* both text, and nothing"),
         (
             '{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}\n',

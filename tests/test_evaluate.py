@@ -248,7 +248,7 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     line, _ = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
     assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
     assert (line["n"], line["correct"]) == (3, 1)
-    assert (line["task_version"], line["chat"], line["shots"]) == (3, False, 2)
+    assert (line["task_version"], line["chat"], line["shots"]) == (4, False, 2)
     assert line["data"] == "sums.jsonl"
     assert line["data_sha256"] == hashlib.sha256(sums.read_bytes()).hexdigest()
 
@@ -284,10 +284,12 @@ def test_the_table_has_a_row_for_every_line():
     numbers = ["91.5%", "86.8-94.6", "3.26", "12.3"]
     for other, model in (("runs/nano", ""), ("nano", "runs/nano ")):
         lines = [line(), line(mode="ntp", solver=None, task="code", model=other)]
+        lines.append(line(settings={"slide": True}))
         rows = [row for row in shown(lines, width=160) if row.startswith("│")]
         cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
         assert cells[0] == ["json", f"{model}sbd entropy:0.35", *numbers]
         assert cells[1] == ["code", f"{'nano ' if model else ''}ntp", *numbers]
+        assert cells[2] == ["json", f"{model}sbd entropy:0.35 sliding", *numbers]
 
 
 @pytest.mark.parametrize(

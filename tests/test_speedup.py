@@ -230,19 +230,21 @@ def test_a_stop_loses_nothing(words, tmp_path, monkeypatch, capsys, chooses, whe
     assert trained in ([False], [False, True])
 
 
-def test_a_first_checkpoint_that_a_stop_cut_short(
-    words, tmp_path, monkeypatch, capsys, chooses
-) -> None:
-    """Prompts and answers stay, and the training begins anew."""
+@pytest.fixture
+def state(words, tmp_path, monkeypatch, chooses) -> Path:
+    """The trainer's in the one checkpoint of a run that ended before its model was saved."""
     chooses()
     run(monkeypatch, "speedup", *words)
-    folder = tmp_path / "fast"
-    for one in folder.iterdir():
+    for one in (tmp_path / "fast").iterdir():
         if one.is_file():
             one.unlink()
-    state = folder / "checkpoint-2" / "trainer_state.json"
+    return tmp_path / "fast" / "checkpoint-2" / "trainer_state.json"
+
+
+def test_a_first_checkpoint_that_a_stop_cut_short(words, state, monkeypatch, capsys) -> None:
+    """Prompts and answers stay, and the training begins anew."""
     state.unlink()
-    answers = folder / "_run" / "answers.jsonl"
+    answers = state.parents[1] / "_run" / "answers.jsonl"
     written = answers.stat().st_mtime_ns
     capsys.readouterr()
     run(monkeypatch, "speedup", *words)
@@ -251,6 +253,18 @@ def test_a_first_checkpoint_that_a_stop_cut_short(
     )
     assert state.exists()
     assert answers.stat().st_mtime_ns == written
+
+
+def test_a_checkpoint_of_another_version_is_not_begun_anew(
+    words, state, monkeypatch, capsys
+) -> None:
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"of_the_future": 1}))
+    weights = sorted(file.name for file in state.parent.iterdir())
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "speedup", *words)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no trainer_state.json that this version of transformers reads" in said
+    assert sorted(file.name for file in state.parent.iterdir()) == weights
 
 
 def test_a_longer_run_goes_on(words, tmp_path, monkeypatch, capsys, chooses) -> None:

@@ -70,6 +70,22 @@ def test_answers_are_final_numbers_or_whole_texts() -> None:
     assert not check(text, "yes, 5")
     assert right("answers", "It is five: 5.0")
     assert right("answers", "The answer is 5. It took 3 steps.")
+    for worked, good, bad in (
+        (
+            "5 < 3, so the answer is no",
+            "Compare 3, 5: the answer is no.",
+            "5 < 3: the answer is yes",
+        ),
+        ("1, 2: the answer is no", "**no**", "no, 5"),
+        ("#### Paris", "The answer is Paris.", "#### Rome"),
+        ("In words. Answer: it is", "it is", "Answer: it is not"),
+        ("The answer is as follows:\n5", "5", "The answer is as follows:\n6"),
+        ("So the answer is:\n7 apples", "7", "8"),
+    ):
+        found = TASKS["answers"].read({"prompt": "a", "completion": worked}, 1)
+        assert check(found, worked)
+        assert check(found, good)
+        assert not check(found, bad)
     for wrong in (
         {"completion": ""},
         {"completion": [{"role": "assistant"}]},
@@ -78,6 +94,42 @@ def test_answers_are_final_numbers_or_whole_texts() -> None:
     ):
         with pytest.raises(ValueError, match="not of task answers"):
             load_items(TASKS["answers"], DataRows("x", "", (form | wrong,)))
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_of_a_chat_the_last_answer_is_asked_for() -> None:
+    task = TASKS["answers"]
+    system = {"role": "system", "content": "Be brief."}
+    turns = said("2 + 3?", "5", "And twice that?", "10")
+    whole = task.read({"messages": [system, *turns]}, 4)
+    parted = task.read({"prompt": [system, *turns[:-1]], "completion": turns[-1:]}, 4)
+    for one in (whole, parted):
+        assert (one.key, one.prompt, one.answer, one.target) == ("4", "And twice that?", "10", 10)
+        assert task.prompt(one, (), True) == [system, *turns[:-1]]
+        for examples, chat in (((), False), ((one,), True)):
+            with pytest.raises(ValueError, match=r"need chat turns and no examples: leave out"):
+                task.prompt(item("answers") if examples else one, examples, chat)
+    assert task.prompt(task.read({"messages": turns[:2]}, 1), (), False) == "2 + 3?"
+    for wrong, message in (
+        ({"messages": turns[:3]}, "messages must be user's and assistant's, got assistant's"),
+        ({"messages": turns[:1]}, "messages must be a text or a list of messages, 2 or more, got"),
+        ({"messages": [turns[0], turns[0]]}, "messages must be user's and assistant's, got user's"),
+        ({"prompt": turns[:1], "completion": turns[:1]}, "user's and assistant's, got user's"),
+        ({"prompt": [system], "completion": "5"}, "user's and assistant's, got system's"),
+        ({"prompt": ["a"], "completion": "5"}, "messages of role and content, texts that are not"),
+        ({"prompt": "a", "completion": "\ud800"}, "surrogates not allowed"),
+        ("a", "a row must be an object, got 'a'"),
+        ({"prompt": [], "completion": "5"}, "prompt must be a text or a list of messages, 1 or mo"),
+        ({"prompt": "a", "completion": turns}, "completion must be .* messages, 1, got"),
+        ({"messages": [*said("a"), {"role": "assistant", "content": " "}]}, "that are not empty"),
+    ):
+        with pytest.raises(ValueError, match=f"x, row 1: not of task answers: .*{message}"):
+            load_items(task, DataRows("x", "", (wrong,)))
 
 
 def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
@@ -162,6 +214,8 @@ def test_prompts_of_other_forms(row, prompt) -> None:
         ("answer is 24 24/7", "24"),
         ("it was 24 24/7", "24/7"),
         ("I paid 3 \u20135", "5"),
+        ("so x is \u20133", "-3"),
+        ("#### 7 = seven (28 / 2 = 14 halves)", "7"),
         ("#### 4 + 16 = 20 (16 = 2 x 8)", "20"),
         ("\\boxed{" * 3000 + "7", "7"),
         ("no number", None),
@@ -267,7 +321,12 @@ def test_code_of_an_answer() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_prompts_with_examples(name, chat) -> None:
     task = TASKS[name]
-    alone, two = (task.prompt(item(name), [item(name)] * count, chat) for count in (0, 2))
+    if name == "answers" and not chat:
+        with pytest.raises(ValueError, match=r"^task answers: .* where an answer ends: leave out"):
+            task.prompt(item(name), [item(name)], chat)
+        return
+    texts: Any = [task.prompt(item(name), [item(name)] * count, chat) for count in (0, 2)]
+    alone, two = texts
     assert item(name).prompt in alone
     assert "{" not in alone.replace("\\boxed{}", "")
     assert two.endswith("\n\n" + alone)

@@ -1,5 +1,6 @@
 """Rows of several turns: a turn's noisy blocks know nothing of what comes behind its end."""
 
+import json
 from itertools import chain
 
 import pytest
@@ -311,6 +312,21 @@ def test_trainer_ends_turns_as_it_ends_rows(tmp_path, fill):
     noisy = view.tokens[0, view.num_clean :][first & (view.layout.block[0, view.num_clean :] == 0)]
     behind = 6 if fill is None else 0
     assert noisy.tolist() == ids[:6] + [TRAINED_MASK] * (4 + behind)
+
+
+def test_accuracy_by_mask_rate_counts_the_fill(tmp_path, monkeypatch):
+    def half(seed, epoch, sample_ids, lengths, length, *more):
+        return (torch.arange(length) % 2 == 0).expand(len(sample_ids), -1)
+
+    monkeypatch.setattr(objective, "draw_batch_noise", half)
+    ids, labels = chat(7, (15, 1, [2, 4]), (40, 1, [2]))  # the first turn is filled up by 14
+    rows = [{"input_ids": ids, "labels": labels}] * 4
+    run_of = trainer(tmp_path, rows, min_block_size=16, max_steps=1, end_fill=15)
+    run_of.train()
+    log = (tmp_path / "log.jsonl").read_text().splitlines()
+    [rates] = [json.loads(line).get("matp_accuracy_by_mask_rate") for line in log[:1]]
+    assert [tenth for tenth, right in enumerate(rates) if right is not None] in ([4], [5])
+    assert logged(run_of, "mask_ratio") == [pytest.approx(0.5, abs=0.03)]
 
 
 def test_mask_rate_counts_the_fill(tmp_path):

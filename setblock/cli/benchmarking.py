@@ -377,7 +377,7 @@ def profile(
     out.print(shown)
 
 
-def _texts(task: str | None, data: str | None, limit: int) -> list[str]:
+def _texts(task: str | None, data: str | None, limit: int) -> list[Any]:
     """The prompts of a task's rows, or the bundled model's."""
     from setblock import nano
     from setblock.tasks import TASKS, load_items, read_rows

@@ -191,7 +191,9 @@ def train(
     decode_data: Annotated[
         str | None,
         typer.Option(
-            help="Held-out prompts and completions, decoded now and then.", rich_help_panel=WATCHING
+            help="Held-out prompts and completions, or chats whose last answers are asked for; "
+            "decoded now and then.",
+            rich_help_panel=WATCHING,
         ),
     ] = None,
     decode_every: Annotated[
