@@ -132,7 +132,7 @@ def with_answers(rows: Dataset) -> Dataset:
 
     def parted(row: Mapping[str, Any]) -> dict[str, Any]:
         *asked, said = row["messages"]
-        if not asked or said["role"] != "assistant":
+        if not asked or said["role"] != "assistant" or not said["content"].strip():
             raise ValueError(f"{row['where']}: messages must end with the assistant's answer")
         return {"prompt": asked, "completion": [said]}
 
@@ -366,4 +366,6 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
                     f"{where}: a completion must be one assistant message, got {roles}; give "
                     "several turns as messages"
                 )
+    if len({isinstance(row.get(name), list) for name in columns}) > 1:
+        raise ValueError(f"{where}: prompt and completion must both be texts or both messages")
     return row

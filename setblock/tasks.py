@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import re
+import string
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,17 +192,31 @@ def final_number(text: str) -> Fraction | None:
     first one, of an equation the first behind the last "="; what parentheses explain has no say.
     """
     text = re.sub(r"\{,\}|\\[,!;: ]", ",", text)  # LaTeX's ways of parting thousands
-    marked = [re.findall(r"####\s*([^\n#]*)", text), _boxed(text)]
-    marked.append(re.findall(r"(?i)answer(?: is|:)\s*([^\n]*)", text))
-    for said in (said[-1] for said in marked if said):
+    if (number := _marked_number(text)) is not None:
+        return number
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+ANSWER_IS = r"(?i)answer\**(?: is|:)\s*([^\n]*)"
+
+
+def _marked(text: str) -> list[str]:
+    """What stands behind the last "####", and in the last \\boxed, as far as there are any."""
+    kinds = (re.findall(r"####\s*([^\n#]*)", text), _boxed(text))
+    return [kind[-1] for kind in kinds if kind]
+
+
+def _marked_number(text: str) -> Fraction | None:
+    """final_number's behind a mark."""
+    for said in (*_marked(text), *re.findall(ANSWER_IS, text)[-1:]):
         # Not what parentheses explain, unless there is no number outside of them.
         bare = re.sub(r"(?<!\\)\([^()=]*=[^()]*\)", "", said)
         for part in (bare.rpartition("=")[2], bare, said.rpartition("=")[2], said):
             line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", part)
             if numbers := _numbers(line):
                 return numbers[0]
-    numbers = _numbers(text)
-    return numbers[-1] if numbers else None
+    return None
 
 
 def _boxed(text: str) -> list[str]:
@@ -257,31 +272,29 @@ def _numbers(text: str) -> list[Fraction]:
 def final_answer(text: str) -> Fraction | str:
     """The number that a worked answer ends in, as final_number; else what it says in words.
 
-    That is what stands behind a mark at its end if that holds no number, or the whole text if there
-    is no number at all.
+    That is what stands behind the mark where that is no number, or the whole text if it holds none.
     """
-    if (said := _last_words(text)) is not None and not _numbers(said):
-        return said
-    number = final_number(text)
-    return _words(text) if number is None else number
+    words = _in_words(text)
+    number = _marked_number(text) if words else final_number(text)
+    return (words or _words(text)) if number is None else number
 
 
 def answers_alike(text: str, target: Fraction | str) -> bool:
-    """Whether a text ends in the final_answer of a worked one."""
+    """Whether a text ends in the final_answer of a worked one; words in whatever case."""
     if isinstance(target, str):
-        return target in (_last_words(text), _words(text))
+        return target in (_in_words(text), _words(text))
     return final_number(text) == target
 
 
-def _last_words(text: str) -> str | None:
-    """What a text ends in behind a mark of final_number, None without one."""
-    found = re.search(r"(?:####|(?i:answer(?: is|:)))[ \t]*([^\n#]+)\s*\Z", text)
-    return _words(re.split(r"(?i)answer(?: is|:)", found[1])[-1]) or None if found else None
+def _in_words(text: str) -> str:
+    """What stands behind a mark of final_number, "answer is" in the last line alone, or nothing."""
+    last_line = text.rstrip().rpartition("\n")[2]
+    return next(map(_words, (*_marked(text), *re.findall(ANSWER_IS, last_line)[-1:])), "")
 
 
 def _words(text: str) -> str:
-    """Without what may stand around an answer in words."""
-    return text.strip(" \t\n\r.!*\"'")
+    """Without what may stand around an answer in words, in lower case."""
+    return text.strip(string.whitespace + "\u00a0.!:;*\"'`()[]").casefold() or text.strip()
 
 
 def _answers(row: Mapping[str, Any], number: int) -> Item:
@@ -289,7 +302,7 @@ def _answers(row: Mapping[str, Any], number: int) -> Item:
 
     What a chat's last message answers is the question; the messages before it stay before it.
     """
-    if row.get("messages") is not None and row.get("prompt") is None:
+    if row.get("messages") is not None and row.get("completion") is None:
         *asked, said = _messages(row["messages"], "messages", 2)
     else:
         asked = _messages(row["prompt"], "prompt", 1)

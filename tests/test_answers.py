@@ -392,6 +392,11 @@ def test_a_chain_that_can_not_be_is_refused_before_any_answer(checkpoint, rows, 
             TALK,
             r"rows.jsonl:1: messages must end with the assistant's answer$",
         ),
+        (
+            {"decode_every": 2},
+            {"messages": [*TALK["messages"], {"role": "assistant", "content": " "}]},
+            r"rows.jsonl:1: messages must end with the assistant's answer$",
+        ),
     ],
 )
 def test_only_prompts_can_be_answered(tmp_path, more, message, row) -> None:

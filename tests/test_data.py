@@ -134,6 +134,10 @@ def test_columns_of_other_names(tmp_path):
         ),
         ('{"messages": []}\n', r":1: messages is empty"),
         (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}\n',
+            ":1: prompt and completion must both be texts or both messages",
+        ),
+        (
             '{"conversations": [{"from": "human", "value": "a"}]}\n',
             r":1: .* this one has conversations \(conversations: as messages, each of role and",
         ),

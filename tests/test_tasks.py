@@ -81,11 +81,23 @@ def test_answers_are_final_numbers_or_whole_texts() -> None:
         ("In words. Answer: it is", "it is", "Answer: it is not"),
         ("The answer is as follows:\n5", "5", "The answer is as follows:\n6"),
         ("So the answer is:\n7 apples", "7", "8"),
+        ("#### 5\nI hope this answer is helpful!", "#### 5", "helpful"),
+        ("So x = \\boxed{42}. This answer is correct.", "#### 42", "correct"),
+        ("#### 5 (the answer is in dollars)", "5", "#### 6 (the answer is in dollars)"),
+        ("The answer is: yes", "Answer: **Yes**.", "Answer: no"),
+        ("2 + 2 = 4, so \\boxed{no}", "The answer is no.", "2 + 2 = 4, so \\boxed{yes}"),
+        ("**Answer**: Paris", "paris\u00a0", "#### Rome"),
+        ("The answer is (B), the 2nd", "2", "1"),
+        ("...", "...", ""),
     ):
         found = TASKS["answers"].read({"prompt": "a", "completion": worked}, 1)
         assert check(found, worked)
         assert check(found, good)
         assert not check(found, bad)
+    for text in ("The answer is" + " " * 9000 + "\nseven", "answer: " * 9000 + "\nx"):
+        TASKS["answers"].read({"prompt": "a", "completion": text}, 1)  # in less than years
+    kept = {"prompt": "not asked", "messages": said_by("a", "5")}
+    assert TASKS["answers"].read(kept, 1).prompt == "a"
     for wrong in (
         {"completion": ""},
         {"completion": [{"role": "assistant"}]},
@@ -96,7 +108,7 @@ def test_answers_are_final_numbers_or_whole_texts() -> None:
             load_items(TASKS["answers"], DataRows("x", "", (form | wrong,)))
 
 
-def said(*texts: str) -> list[dict[str, str]]:
+def said_by(*texts: str) -> list[dict[str, str]]:
     """Messages of the user and the assistant in turns."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -105,7 +117,7 @@ def said(*texts: str) -> list[dict[str, str]]:
 def test_of_a_chat_the_last_answer_is_asked_for() -> None:
     task = TASKS["answers"]
     system = {"role": "system", "content": "Be brief."}
-    turns = said("2 + 3?", "5", "And twice that?", "10")
+    turns = said_by("2 + 3?", "5", "And twice that?", "10")
     whole = task.read({"messages": [system, *turns]}, 4)
     parted = task.read({"prompt": [system, *turns[:-1]], "completion": turns[-1:]}, 4)
     for one in (whole, parted):
@@ -126,7 +138,10 @@ def test_of_a_chat_the_last_answer_is_asked_for() -> None:
         ("a", "a row must be an object, got 'a'"),
         ({"prompt": [], "completion": "5"}, "prompt must be a text or a list of messages, 1 or mo"),
         ({"prompt": "a", "completion": turns}, "completion must be .* messages, 1, got"),
-        ({"messages": [*said("a"), {"role": "assistant", "content": " "}]}, "that are not empty"),
+        (
+            {"messages": [*said_by("a"), {"role": "assistant", "content": " "}]},
+            "that are not empty",
+        ),
     ):
         with pytest.raises(ValueError, match=f"x, row 1: not of task answers: .*{message}"):
             load_items(task, DataRows("x", "", (wrong,)))
