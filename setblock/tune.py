@@ -177,7 +177,8 @@ def tune(
     Effects: before verified decoding is tried, model.acceptance becomes that of its drafts.
     """
     # Each prompt once, in an order of no meaning: families and years come one after the other.
-    drawn = list({(one.prompt, getattr(one, "before", ())): one for one in items}.values())
+    asked = [form.prompt(one) if form else one.prompt for one in items]  # type: ignore[arg-type]
+    drawn = list({str(prompt): one for prompt, one in zip(asked, items, strict=True)}.values())
     random.Random(0).shuffle(drawn)
     halves = [drawn[::2], drawn[1::2]]
     if not halves[1]:

@@ -16,9 +16,9 @@ from transformers import ProgressCallback, TrainerCallback
 
 from setblock.generation import generate
 from setblock.model import Model
+from setblock.numbers import answers_alike, final_answer
 from setblock.settings import MODES
 from setblock.signals import SIGNALS
-from setblock.tasks import answers_alike, final_answer
 
 
 class SaveOnSignal(TrainerCallback):

@@ -13,6 +13,9 @@ from typing import Any
 
 # Read at import: no test may wait for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell's job in the background begins deaf to Ctrl-C, and so would the commands that tests run.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
