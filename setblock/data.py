@@ -357,7 +357,8 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
             raise ValueError(f"{where}: {name} must be {kind}, got {type(value).__name__}")
         if SURROGATE.search(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{where}: {name} holds half of a surrogate pair, which is no text")
-        if not value and (name != "prompt" or isinstance(value, list)):
+        said = value.strip() if name == "completion" and isinstance(value, str) else value
+        if not said and (name != "prompt" or isinstance(value, list)):
             raise ValueError(f"{where}: {name} is empty")
         if name == "completion" and isinstance(value, list):
             roles = [message["role"] for message in value]

@@ -2,6 +2,7 @@
 
 import re
 import string
+from collections.abc import Iterable
 from fractions import Fraction
 
 
@@ -9,47 +10,87 @@ def final_number(text: str) -> Fraction | None:
     """The number that an answer ends in.
 
     That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
-    "Answer:", else the last number of the text; None if there is none. Behind such a mark it is the
-    first one, of an equation the first behind the last "="; what parentheses explain has no say.
+    "Answer:" with a number in its line, else the last number of the text; None if there is none.
+    Behind a mark it is the first one, of an equation the first behind the last "="; what
+    parentheses explain has no say.
     """
-    text = re.sub(r"\{,\}|\\[,!;: ]", ",", text)  # LaTeX's ways of parting thousands
-    if (number := _marked_number(text)) is not None:
-        return number
-    numbers = _numbers(text)
-    return numbers[-1] if numbers else None
+    text = _plain(text)
+    number = _number_behind((*_marked(text), *_answers(text)))
+    return _last_number(text) if number is None else number
 
 
-ANSWER_IS = r"(?i)answer\**(?: is|:)\s*([^\n]*)"
+def final_answer(text: str) -> Fraction | str:
+    """The number that a worked answer ends in, or what it says in words.
+
+    The words are those behind a mark of final_number, unless one of its kind holds a number: "####"
+    and \\boxed are one kind, "answer is" is another, and its words count at the end of the text
+    alone. Without such words it is final_number, or the whole text if that holds no number.
+    """
+    plain = _plain(text)
+    marked = _marked(plain)
+    for numbers, words in ((marked, marked), (_answers(plain), _closing(plain))):
+        if (number := _number_behind(numbers)) is not None:
+            return number
+        if said := _words_behind(words):
+            return said
+    number = _last_number(plain)
+    return _words(plain) if number is None else number
+
+
+def answers_alike(text: str, target: Fraction | str) -> bool:
+    """Whether a text ends in the final_answer of a worked one; words in whatever case."""
+    if isinstance(target, str):
+        plain = _plain(text)
+        said = _words_behind((*_marked(plain), *_closing(plain)))
+        return target in (said, _words(plain))
+    return final_number(text) == target
+
+
+# Marks
+
+HASHES = re.compile(r"####(?![ \t*]*step\b|[^\n#]*answer[^\w\n#]*\n)\s*([^\n#]*)", re.IGNORECASE)
+ANSWER_IS = re.compile(r"answer\**(?: is|:)", re.IGNORECASE)
+INTRODUCED = re.compile(r"\W*(?:[a-z]+ ){0,3}answer\**(?: is|:)(.*)", re.IGNORECASE)
+BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *([^\s{}\\])")
 
 
 def _marked(text: str) -> list[str]:
-    """What stands behind the last "####", and in the last \\boxed, as far as there are any."""
-    kinds = (re.findall(r"####\s*([^\n#]*)", text), boxes(text))
-    return [kind[-1] for kind in kinds if kind]
+    """What stands behind the last "####", and in the last \\boxed, as far as there are any.
+
+    Headings such as "#### Step 2" are no mark. Behind "####" a box counts, and what begins with
+    "answer is" is what it says.
+    """
+    kinds = (HASHES.findall(text), boxes(text))
+    said = [(boxes(kind[-1]) or kind)[-1] for kind in kinds if kind]
+    return [found[1] if (found := INTRODUCED.match(one)) else one for one in said]
 
 
-def _marked_number(text: str) -> Fraction | None:
-    """final_number's behind a mark."""
-    for said in (*_marked(text), *re.findall(ANSWER_IS, text)[-1:]):
-        # Not what parentheses explain, unless there is no number outside of them.
-        bare = re.sub(r"(?<!\\)\([^()=]*=[^()]*\)", "", said)
-        for part in (bare.rpartition("=")[2], bare, said.rpartition("=")[2], said):
-            line = re.sub(r"(?<=\d)[ \u00a0\u202f](?=\d{3}\b)", ",", part)
-            if numbers := _numbers(line):
-                return numbers[0]
-    return None
+def _answers(text: str) -> list[str]:
+    """What the line behind each "answer is" says up to the next one, the last first."""
+    said = ANSWER_IS.split(text)[:0:-1]
+    return [one.lstrip(" *:\t\n").partition("\n")[0] for one in said]
+
+
+def _closing(text: str) -> list[str]:
+    """What stands behind the last "answer is" if it is one line, and the text's last one."""
+    said = [one.strip(" *:\t\n") for one in ANSWER_IS.split(text)[1:][-1:]]
+    return [one for one in said if "\n" not in one]
 
 
 def boxes(text: str) -> list[str]:
     """What stands in each \\boxed, braces within it included."""
-    found, opened = [], []  # of each brace that is open: where its \\boxed begins to say something
-    for brace in re.finditer(r"\\boxed\{|[{}]", text):
-        if brace[0] != "}":
+    found, opened = [], []  # of each brace that is open: where its \boxed begins to say something
+    for brace in BRACES.finditer(text):
+        if brace[1]:
+            found.append(brace.span(1))
+        elif brace[0] != "}":
             opened.append(brace.end() if brace[0] != "{" else None)
         elif opened and (first := opened.pop()) is not None:
             found.append((first, brace.start()))
     return [text[first:end] for first, end in sorted(found)]
 
+
+# Numbers
 
 MOST_DIGITS = 1000  # of a number; what loops may repeat a digit, and Python reads 4,300 at most
 
@@ -65,7 +106,7 @@ WRITTEN = (
     (r"\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
     (TIMES_TEN, lambda found: f"{found[1] or 1}e{found[2] or found[3]}"),
 )
-PART = r"/([1-9]\d*)(?![\w/.])"
+PART = r"/([1-9]\d*)(?![\w/]|\.\d)"
 WRITTEN_NUMBER = re.compile(
     rf"""
     ((?<![\w.])-)?
@@ -75,6 +116,33 @@ WRITTEN_NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+
+
+def _plain(text: str) -> str:
+    """Without the spaces of LaTeX, and with a comma wherever else thousands are parted."""
+    text = text.replace("\\!", "")
+    parted = r"(?<=\d)(?:\{,\}|\\[,;: ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+    return re.sub(r"\\[,;: ]", " ", re.sub(parted, ",", text))
+
+
+def _number_behind(marks: Iterable[str]) -> Fraction | None:
+    numbers = map(_number_of, marks)
+    return next((number for number in numbers if number is not None), None)
+
+
+def _number_of(said: str) -> Fraction | None:
+    """The number of what stands behind a mark."""
+    # Not what parentheses explain, unless there is no number outside of them.
+    bare = re.sub(r"(?<!\\)\([^()=]*=[^()]*\)", "", said)
+    for part in (bare.rpartition("=")[2], bare, said.rpartition("=")[2], said):
+        if numbers := _numbers(re.sub(r"(?<=\d) (?=\d{3}\b)", ",", part)):
+            return numbers[0]
+    return None
+
+
+def _last_number(text: str) -> Fraction | None:
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
 
 
 def _numbers(text: str) -> list[Fraction]:
@@ -90,29 +158,15 @@ def _numbers(text: str) -> list[Fraction]:
     return numbers
 
 
-def final_answer(text: str) -> Fraction | str:
-    """The number that a worked answer ends in, as final_number; else what it says in words.
-
-    That is what stands behind the mark where that is no number, or the whole text if it holds none.
-    """
-    words = _in_words(text)
-    number = _marked_number(text) if words else final_number(text)
-    return (words or _words(text)) if number is None else number
+# Words
 
 
-def answers_alike(text: str, target: Fraction | str) -> bool:
-    """Whether a text ends in the final_answer of a worked one; words in whatever case."""
-    if isinstance(target, str):
-        return target in (_in_words(text), _words(text))
-    return final_number(text) == target
-
-
-def _in_words(text: str) -> str:
-    """What stands behind a mark of final_number, "answer is" in the last line alone, or nothing."""
-    last_line = text.rstrip().rpartition("\n")[2]
-    return next(map(_words, (*_marked(text), *re.findall(ANSWER_IS, last_line)[-1:])), "")
+def _words_behind(marks: Iterable[str]) -> str:
+    return next(filter(None, map(_words, marks)), "")
 
 
 def _words(text: str) -> str:
     """Without what may stand around an answer in words, in lower case."""
-    return text.strip(string.whitespace + "\u00a0.!:;*\"'`()[]").casefold() or text.strip()
+    bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    around = string.whitespace + "\u00a0.,!:;*$\"'`\u201c\u201d\u2018\u2019()[]"
+    return bare.strip(around).casefold() or text.strip()

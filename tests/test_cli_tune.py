@@ -82,6 +82,7 @@ def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
     folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "copy")
     before = (folder / "generation_config.json").read_text()
     words = ("--task", "json", "--limit", "40", "--solver", "fixed:2", "--max-new-tokens", "4")
+    words += ("--block-size", "4")
     for drop in ("0.5", "0"):
         shown = run("tune", folder, *words, "--dtype", "bfloat16", "--max-drop", drop).out
         assert "chosen: ntp, 1.00 times" in shown
@@ -90,7 +91,7 @@ def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
         changed = {**json.loads(after)["setblock"]}
         assert 0 < changed.pop("acceptance") < 1, "measured, so written"
         assert changed == json.loads(before)["setblock"]
-    alone = ("--mode", "sbd", "--block-size", "4", "--no-slide", "--no-write")
+    alone = ("--mode", "sbd", "--no-slide", "--no-write")
     shown = run("tune", folder, *words, *alone).out  # one, which shares its error with no other
     assert "needs 539 confirming items, here were 20" in " ".join(shown.split())
 

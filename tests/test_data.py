@@ -111,6 +111,7 @@ def test_columns_of_other_names(tmp_path):
         ("[1]\n", r":1: a row must be an object, got list"),
         ('{"text": ""}\n', r":1: text is empty"),
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
+        ('{"prompt": "a", "completion": " \\n"}\n', r":1: completion is empty"),
         ('{"text": "a"}\n{"text": "\\ud800 x"}\n', r":2: text holds half of a surrogate pair"),
         (
             '{"messages": [{"role": "user", "content": "\\udc00"}]}',

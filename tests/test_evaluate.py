@@ -248,7 +248,7 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     line, _ = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
     assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
     assert (line["n"], line["correct"]) == (3, 1)
-    assert (line["task_version"], line["chat"], line["shots"]) == (4, False, 2)
+    assert (line["task_version"], line["chat"], line["shots"]) == (5, False, 2)
     assert line["data"] == "sums.jsonl"
     assert line["data_sha256"] == hashlib.sha256(sums.read_bytes()).hexdigest()
 

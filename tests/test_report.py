@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,23 @@ def folder(checkpoint) -> Path:
     return checkpoint("llama", settings={"trained": True, "block_size": 4})
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Where `records` are made, once."""
+    return tmp_path_factory.mktemp("records")
+
+
 @pytest.fixture
-def records(run, folder, tmp_path, short_demo, monkeypatch) -> dict[str, Path]:
+def records(run, folder, made, tmp_path, short_demo, monkeypatch) -> dict[str, Path]:
     """One file of each kind, made by the commands."""
-    files = {name: tmp_path / f"{name}.json" for name in ("scores", "bench", "tuned", "demo")}
+    names = ("scores", "bench", "tuned", "demo")
+    if not any(made.iterdir()):
+        _make(run, folder, {name: made / f"{name}.json" for name in names}, monkeypatch)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return {name: tmp_path / f"{name}.json" for name in names}
+
+
+def _make(run, folder, files, monkeypatch) -> None:
     few = ("--limit", "4", "--max-new-tokens", "8")
     modes = ("--mode", "ntp", "--mode", "verified", "--branches", "2", "--block-size", "4")
     run(
@@ -50,7 +64,6 @@ def records(run, folder, tmp_path, short_demo, monkeypatch) -> dict[str, Path]:
     run("tune", folder, "--task", "json", *few, *solver, "--out", files["tuned"])
     answer = run("demo", "--model", folder, "--prompt", HOSTILE, "--prompt", "c", "--json")
     files["demo"].write_text(answer.out)
-    return files
 
 
 def test_everything_is_shown(run, folder, records, tmp_path):

@@ -257,7 +257,7 @@ def test_items_come_once_and_by_lot(model, items, judge):
     judge(lambda mode, number: True)
     kept: dict[int, list] = {}
     line, _ = tuned(
-        model, items * 3, Tried(solvers=["fixed:2"], block_sizes=[4]),
+        model, [replace(one) for one in items * 3], Tried(solvers=["fixed:2"], block_sizes=[4]),
         on_sample=lambda run, one: kept.setdefault(run, []).append(one),
     )  # fmt: skip
     assert line["confirmed_on"] == 20
@@ -265,6 +265,15 @@ def test_items_come_once_and_by_lot(model, items, judge):
     assert not set(keys[0]) & set(keys[1])
     order = [problem.key for problem in items]
     assert keys[1] != [key for key in order if key in keys[1]]
+
+
+def test_what_is_asked_is_the_whole_prompt(model):
+    """The same question behind other messages is another item."""
+    form = Form(TASKS["prompts"])
+    asked = [Item(str(n), "And?", "", None, (("user", str(n % 6)),)) for n in range(12)]
+    tried = Tried(solvers=["fixed:4"], block_sizes=[4])
+    line, _ = tuned(model, asked, tried, form=form)
+    assert (line["picked_on"], line["confirmed_on"]) == (3, 3)
 
 
 def test_a_baseline_that_is_rarely_right_is_looked_at_longer(model, items, judge):
