@@ -154,7 +154,18 @@ def test_an_untrained_model_is_decoded_token_by_token(run, ran, checkpoint, word
     [
         ([], "was never trained for set block decoding"),
         (["--allow-untrained"], "names no mask token within its"),
-        (["--allow-untrained", "--mask-token-id", "9999"], "names no mask token within its"),
+        (
+            ["--allow-untrained", "--mask-token-id", "9999"],
+            "--mask-token-id must lie in 0..260, the",
+        ),
+        (
+            ["--allow-untrained", "--mask-token-id", "9", "--mode", "verified", "--slide"],
+            "slide is for mode sbd, got True in mode verified",
+        ),
+        (
+            ["--allow-untrained", "--mask-token-id", "9", "--slide"],
+            "slide is for mode sbd, got True in mode ntp",
+        ),
         (["--allow-untrained", "--mask-token-id", "9", "--solver", "best"], "solver must be one"),
         (["--allow-untrained", "--mask-token-id", "9", "--block-size", "0"], "block_size must be"),
     ],

@@ -75,6 +75,11 @@ def command(
         )
     mask = own.get("mask_token_id")
     if mask is None or not 0 <= mask < config.vocab_size:
+        if "mask_token_id" in given:
+            raise ValueError(
+                f"--mask-token-id must lie in 0..{config.vocab_size - 1}, the vocabulary of "
+                f"{name}, got {mask}"
+            )
         raise ModelError(
             f"{name} names no mask token within its {config.vocab_size} tokens, got {mask}: give "
             "--mask-token-id, or export it first, which writes one into the checkpoint"
@@ -89,6 +94,8 @@ def command(
         drafting.pop("block_size", None)
     served["verified"] = drafting
     served["slide"] = own.get("slide", False)
+    if given.get("slide") and served["mode"] != "sbd":
+        raise ValueError(f"slide is for mode sbd, got True in mode {served['mode']}")
     if served["slide"] and served["mode"] == "sbd":
         if hindrance := hindrance_to_sliding(solver, fused):
             raise ModelError(
