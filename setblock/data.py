@@ -367,6 +367,8 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
                     f"{where}: a completion must be one assistant message, got {roles}; give "
                     "several turns as messages"
                 )
+            if not value[0]["content"].strip():
+                raise ValueError(f"{where}: completion is empty")
     if len({isinstance(row.get(name), list) for name in columns}) > 1:
         raise ValueError(f"{where}: prompt and completion must both be texts or both messages")
     return row

@@ -12,7 +12,7 @@ def final_number(text: str) -> Fraction | None:
     That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
     "Answer:" with a number in its line, else the last number of the text; None if there is none.
     Behind a mark it is the first one, of an equation the first behind the last "="; what
-    parentheses explain has no say.
+    parentheses with a "=" explain has no say.
     """
     text = _plain(text)
     number = _number_behind((*_marked(text), *_answers(text)))
@@ -22,47 +22,73 @@ def final_number(text: str) -> Fraction | None:
 def final_answer(text: str) -> Fraction | str:
     """The number that a worked answer ends in, or what it says in words.
 
-    The words are those behind a mark of final_number, unless one of its kind holds a number: "####"
-    and \\boxed are one kind, "answer is" is another, and its words count at the end of the text
-    alone. Without such words it is final_number, or the whole text if that holds no number.
+    The words are those behind a mark of final_number, "answer is" and "####" at the end of the text
+    alone, unless one of its kind holds a number: "####" and \\boxed are one kind, the last "answer
+    is" is another. Without such words it is final_number, or the whole text if that holds no
+    number.
     """
     plain = _plain(text)
-    marked = _marked(plain)
-    for numbers, words in ((marked, marked), (_answers(plain), _closing(plain))):
+    answers = _answers(plain)
+    for numbers, words in (
+        (_marked(plain), _marked(plain, at_end=True)),
+        (answers[:1], _closing(plain)),
+        (answers, []),
+    ):
         if (number := _number_behind(numbers)) is not None:
             return number
         if said := _words_behind(words):
             return said
     number = _last_number(plain)
-    return _words(plain) if number is None else number
+    return _whole(text) if number is None else number
 
 
 def answers_alike(text: str, target: Fraction | str) -> bool:
-    """Whether a text ends in the final_answer of a worked one; words in whatever case."""
-    if isinstance(target, str):
-        plain = _plain(text)
-        said = _words_behind((*_marked(plain), *_closing(plain)))
-        return target in (said, _words(plain))
-    return final_number(text) == target
+    """Whether a text ends in the final_answer of a worked one; words in whatever case, and those
+    behind "####" also where more follows.
+    """
+    if not isinstance(target, str):
+        return final_number(text) == target
+    plain = _plain(text)
+    said = [_words_behind((*_marked(plain, end), *_closing(plain))) for end in (False, True)]
+    return target in (*said, _whole(text))
 
 
 # Marks
 
-HASHES = re.compile(r"####(?![ \t*]*step\b|[^\n#]*answer[^\w\n#]*\n)\s*([^\n#]*)", re.IGNORECASE)
-ANSWER_IS = re.compile(r"answer\**(?: is|:)", re.IGNORECASE)
-INTRODUCED = re.compile(r"\W*(?:[a-z]+ ){0,3}answer\**(?: is|:)(.*)", re.IGNORECASE)
-BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *([^\s{}\\])")
+HASHES = re.compile(r"####\s*([^\n#]*)")
+HEADING = re.compile(r"[* ]*(?:[^\W\d]|\d+[.)] +[^\W\d])")
+ANSWER_IS = re.compile(
+    r"(?<!this )answer\**(?: is|:)|^[#* \t]*(?:the )?(?:final )?answer[^\w\n]*\n", re.I | re.M
+)
+INTRODUCED = re.compile(r"\A\W*(?:[a-z]+ ){0,3}answer\**(?: is|:)", re.I)
+BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *(-?\d[\d.,]*\d|[^\s{}\\])")
 
 
-def _marked(text: str) -> list[str]:
+def _marked(text: str, at_end: bool = False) -> list[str]:
     """What stands behind the last "####", and in the last \\boxed, as far as there are any.
 
-    Headings such as "#### Step 2" are no mark. Behind "####" a box counts, and what begins with
-    "answer is" is what it says.
+    What begins in words behind "####" is a heading where another mark follows it; at_end: where
+    anything does. Behind "####" a box counts, and what "answer is" says.
     """
-    kinds = (HASHES.findall(text), boxes(text))
-    said = [(boxes(kind[-1]) or kind)[-1] for kind in kinds if kind]
-    return [found[1] if (found := INTRODUCED.match(one)) else one for one in said]
+    said, hashes = [], [found for found in HASHES.finditer(text) if found[1].strip()]
+    if hashes:
+        last = hashes[-1]
+        behind = text[last.end() :]
+        if HEADING.match(last[1]) is None or not (
+            behind.strip() if at_end else _goes_on(text, last)
+        ):
+            said.append(last[1])
+    said = [last_box(one) or one for one in said]
+    if (boxed := last_box(text)) is not None:
+        said.append(boxed)
+    return [re.sub(r"^(\W*)- (?=[\d.$\\])", r"\1-", INTRODUCED.sub("", one, 1)) for one in said]
+
+
+def _goes_on(text: str, found: re.Match[str]) -> bool:
+    """Whether another mark than "####" follows it."""
+    answers = ANSWER_IS.finditer(text, found.start())
+    boxed = last_box(text[found.end() :])
+    return boxed is not None or any(one.end() > found.end() for one in answers)
 
 
 def _answers(text: str) -> list[str]:
@@ -77,17 +103,17 @@ def _closing(text: str) -> list[str]:
     return [one for one in said if "\n" not in one]
 
 
-def boxes(text: str) -> list[str]:
-    """What stands in each \\boxed, braces within it included."""
-    found, opened = [], []  # of each brace that is open: where its \boxed begins to say something
+def last_box(text: str) -> str | None:
+    """What stands in the \\boxed that begins last, braces within it included."""
+    begin, end, opened = -1, -1, []  # of braces: where a \boxed begins to say something
     for brace in BRACES.finditer(text):
         if brace[1]:
-            found.append(brace.span(1))
+            begin, end = brace.span(1)
         elif brace[0] != "}":
-            opened.append(brace.end() if brace[0] != "{" else None)
-        elif opened and (first := opened.pop()) is not None:
-            found.append((first, brace.start()))
-    return [text[first:end] for first, end in sorted(found)]
+            opened.append(brace.end() if brace[0] != "{" else -1)
+        elif opened and (first := opened.pop()) > begin:
+            begin, end = first, brace.start()
+    return text[begin:end] if end >= 0 else None
 
 
 # Numbers
@@ -165,8 +191,12 @@ def _words_behind(marks: Iterable[str]) -> str:
     return next(filter(None, map(_words, marks)), "")
 
 
+def _whole(text: str) -> str:
+    return _words(_plain(text)) or text.strip()
+
+
 def _words(text: str) -> str:
     """Without what may stand around an answer in words, in lower case."""
-    bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    bare = re.sub(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf) ?\{([^{}]*)\}", r"\1", text)
     around = string.whitespace + "\u00a0.,!:;*$\"'`\u201c\u201d\u2018\u2019()[]"
     return bare.strip(around).casefold() or text.strip()

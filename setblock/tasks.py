@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.execution import passes
-from setblock.numbers import answers_alike, boxes, final_answer, final_number
+from setblock.numbers import answers_alike, final_answer, final_number, last_box
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ def _svamp(row: Mapping[str, Any], number: int) -> Item:
 
 
 def _math(row: Mapping[str, Any], number: int) -> Item:
-    if not (boxed := boxes(row["solution"])):
+    if (boxed := last_box(row["solution"])) is None:
         raise ValueError("the solution has no \\boxed answer")
-    target = f"\\boxed{{{boxed[-1]}}}"
+    target = f"\\boxed{{{boxed}}}"
     return Item(str(row.get("idx", number)), row["problem"], row["solution"], target)
 
 
@@ -265,8 +265,8 @@ def _same_expression(item: Item, text: str) -> bool:
         raise ImportError(
             "task math needs math-verify: pip install '.[eval]' in the checkout"
         ) from error
-    if boxed := boxes(text):
-        text = f"\\boxed{{{boxed[-1]}}}"  # of several, which it would take together
+    if (boxed := last_box(text)) is not None:
+        text = f"\\boxed{{{boxed}}}"  # of several, which it would take together
     return bool(verify(parse(item.target), parse(text)))
 
 

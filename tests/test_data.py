@@ -112,6 +112,11 @@ def test_columns_of_other_names(tmp_path):
         ('{"text": ""}\n', r":1: text is empty"),
         ('{"prompt": "a", "completion": ""}\n', r":1: completion is empty"),
         ('{"prompt": "a", "completion": " \\n"}\n', r":1: completion is empty"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], '
+            '"completion": [{"role": "assistant", "content": " "}]}\n',
+            r":1: completion is empty",
+        ),
         ('{"text": "a"}\n{"text": "\\ud800 x"}\n', r":2: text holds half of a surrogate pair"),
         (
             '{"messages": [{"role": "user", "content": "\\udc00"}]}',

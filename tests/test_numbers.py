@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from setblock.numbers import answers_alike, boxes, final_answer, final_number
+from setblock.numbers import answers_alike, final_answer, final_number, last_box
 
 NUMBERS = [
     ("#### 42", "42"),
@@ -68,6 +68,8 @@ NUMBERS = [
     ("#### 7 = seven (28 / 2 = 14 halves)", "7"),
     ("#### 4 + 16 = 20 (16 = 2 x 8)", "20"),
     ("\\boxed{" * 3000 + "7", "7"),
+    ("#### " + "$ " * 9000 + "7", "7"),
+    ("#### " + "ab " * 9000 + "answer", None),
     ("no number", None),
     ("", None),
     ("####", None),
@@ -91,7 +93,9 @@ NUMBERS = [
     ("it costs 10\u2009000 or 10\u00a0000", "10000"),
     ("10\u202f000 of 10{,}0000", "0"),
     ("\\boxed 2", "2"),
-    ("\\boxed 27 of 8", "2"),
+    ("\\boxed 27 of 8", "27"),
+    ("$\\boxed-1,234.5.$", "-1234.5"),
+    ("\\boxed{\\frac12} or \\boxed 3", "3"),
     ("\\boxed {27} of 8", "27"),
     ("\\boxed{\\boxed{3} of 4}", "3"),
     ("#### 6, or \\boxed{5}; the answer is 4, not 3", "5"),
@@ -109,7 +113,22 @@ NUMBERS = [
     ("#### 5 (not 6, the answer is 7)", "5"),
     ("#### Step 2: Double\n5 x 2 = 10\n\\boxed{10}", "10"),
     ("####  **Step 2**\nThe answer is 10.", "10"),
-    ("#### 3\n#### Final answer:\nis 10", "3"),
+    ("#### 3\n#### Final answer:\nis 10, not 11", "10"),
+    (
+        "#### 1. Eggs\n16 - 7 = 9\n\n#### 2. Money\n9 x 2\n\n#### Final Answer\n\n**$18**, not 2",
+        "18",
+    ),
+    ("#### 2. Money\n9 x 2 = 18\n\n\\[\\boxed{18}\\]", "18"),
+    ("#### Part 2: Money\n...\n**Answer: 18**", "18"),
+    ("#### Double of 2 years\n5 x 2 = 10\n\nThe answer is 10.", "10"),
+    ("#### 3/4\n####", "0.75"),
+    ("#### 18\nThe answer is in dollars, \\boxed{5} of them", "18"),
+    ("#### In all 18\nSo 19", "18"),
+    ("**Final Answer**\n18 of 20", "18"),
+    ("The answer is not 20.\nIt is 18.\nLet me know if this answer is clear.", "20"),
+    ("The answer is 5, thus prime.\nThe answer is yes.", "5"),
+    ("#### - 5", "-5"),
+    ("\\boxed{- \\frac{1}{2}}", "-0.5"),
     ("a * 10^2", "100"),
     ("3 \u00d7 10^2", "300"),
     ("3 \\cdot 10^2", "300"),
@@ -157,6 +176,12 @@ WORDS = [
     ("2 + 2 = 4, so \\boxed{no}. The answer is yes", "no"),
     ("The answer is yes.\nOr is it?", "the answer is yes.\nor is it?"),
     ("a\u00a0", "a"),
+    ("\\mbox {Saturday}", "saturday"),
+    ("The answer is 5, thus prime.\nThe answer is yes.", "yes"),
+    ("#### Reasoning\nIt is warm.\n\nThe answer is yes.", "yes"),
+    ("#### Pros\nCheap\n#### Cons\nSlow", "#### pros\ncheap\n#### cons\nslow"),
+    ("#### Final Answer\n\n**Paris**\n", "paris"),
+    ("\\,", "\\,"),
     ("...", "..."),
     ("#### \nThe answer is no", "no"),
 ]
@@ -185,9 +210,16 @@ def test_an_answer_in_words_is_what_follows_a_mark_or_the_whole_text() -> None:
     assert answers_alike("Answer: yes or no", "answer: yes or no")
 
 
-def test_boxes_come_in_the_order_of_their_beginnings() -> None:
-    assert boxes("\\boxed{a \\boxed{b} {c}} } \\boxed 2 \\boxed{d") == [
-        "a \\boxed{b} {c}",
-        "b",
-        "2",
-    ]
+def test_words_behind_hashes_may_have_more_behind_them_in_what_is_compared() -> None:
+    text = "#### Paris\n\nI hope this answer is helpful!"
+    assert answers_alike(text, "paris")
+    assert final_answer(text) != "paris", "it may be a heading"
+
+
+def test_the_box_that_begins_last() -> None:
+    assert last_box("\\boxed{a} \\boxed{b {c}} } \\boxed{d") == "b {c}"
+    assert last_box("\\boxed{a \\boxed{b} c}") == "b"
+    assert last_box("\\boxed{a} \\boxed 2") == "2"
+    assert last_box("\\boxed 2 \\boxed{}") == ""
+    assert last_box("{a} \\boxed") is None
+    assert last_box("\\boxed{" * 9000 + "}" * 9000) == ""  # in little memory
