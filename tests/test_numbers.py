@@ -121,7 +121,8 @@ NUMBERS = [
     ("#### 2. Money\n9 x 2 = 18\n\n\\[\\boxed{18}\\]", "18"),
     ("#### Part 2: Money\n...\n**Answer: 18**", "18"),
     ("#### Double of 2 years\n5 x 2 = 10\n\nThe answer is 10.", "10"),
-    ("#### 3/4\n####", "0.75"),
+    ("#### 3/4, not 9\n####", "0.75"),
+    ("The answer is 5 of 8.\nThe answer is yes.\nRight?", "5"),
     ("#### 18\nThe answer is in dollars, \\boxed{5} of them", "18"),
     ("#### In all 18\nSo 19", "18"),
     ("**Final Answer**\n18 of 20", "18"),
@@ -176,6 +177,7 @@ WORDS = [
     ("2 + 2 = 4, so \\boxed{no}. The answer is yes", "no"),
     ("The answer is yes.\nOr is it?", "the answer is yes.\nor is it?"),
     ("a\u00a0", "a"),
+    ("\\boxed{no}\n#### Remarks\nNone", "no"),
     ("\\mbox {Saturday}", "saturday"),
     ("The answer is 5, thus prime.\nThe answer is yes.", "yes"),
     ("#### Reasoning\nIt is warm.\n\nThe answer is yes.", "yes"),
@@ -199,6 +201,7 @@ def test_a_worked_answer_is_right_by_itself(text) -> None:
 
 def test_a_number_behind_a_mark_goes_before_words_behind_one_of_its_kind() -> None:
     assert final_answer("#### no, \\boxed{3}") == 3
+    assert final_answer("The answer is 5 of 8.\nThe answer is yes.\nRight?") == 5
     assert final_answer("The answer is 3.\nI hope this answer is helpful!") == 3
     assert final_answer("The answer is no: 3 < 5") == 3, "documented: the line holds a number"
 
