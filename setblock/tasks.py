@@ -18,8 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from setblock.endings import answers_alike, final_answer, final_number, last_box
 from setblock.execution import passes
-from setblock.numbers import answers_alike, final_answer, final_number, last_box
 
 
 @dataclass(frozen=True)

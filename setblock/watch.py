@@ -14,9 +14,9 @@ import torch
 from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback
 
+from setblock.endings import answers_alike, final_answer
 from setblock.generation import generate
 from setblock.model import Model
-from setblock.numbers import answers_alike, final_answer
 from setblock.settings import MODES
 from setblock.signals import SIGNALS
 

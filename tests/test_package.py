@@ -15,7 +15,7 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files", "conversations", "signals", "names", "masks", "numbers"),
+    ("files", "conversations", "signals", "names", "masks", "endings"),
     (
         "solvers",
         "execution",

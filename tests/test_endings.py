@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from setblock.numbers import answers_alike, final_answer, final_number, last_box
+from setblock.endings import answers_alike, final_answer, final_number, last_box
 
 NUMBERS = [
     ("#### 42", "42"),
