@@ -9,30 +9,34 @@ from fractions import Fraction
 def final_number(text: str) -> Fraction | None:
     """The number that an answer ends in.
 
-    That behind the last "####", else in the last \\boxed, else behind the last "answer is" or
-    "Answer:" with a number in its line, else the last number of the text; None if there is none.
+    That behind the last "####", else in the last \\boxed, else behind the last "answer is",
+    "Answer:" or line "Final Answer" with a number in the line that follows, else that of a heading,
+    else the last number of the text; None if there is none. A heading is what begins in words
+    behind "####" and has more text behind it; "#### Step 2" is none, and "this answer is" no mark.
     Behind a mark it is the first one, of an equation the first behind the last "="; what
     parentheses with a "=" explain has no say.
     """
     text = _plain(text)
-    number = _number_behind((*_marked(text), *_answers(text)))
+    number = _number_behind((*_marked(text), *_answers(text), *_marked(text, headings=True)))
     return _last_number(text) if number is None else number
 
 
 def final_answer(text: str) -> Fraction | str:
     """The number that a worked answer ends in, or what it says in words.
 
-    The words are those behind a mark of final_number, "answer is" and "####" at the end of the text
-    alone, unless one of its kind holds a number: "####" and \\boxed are one kind, the last "answer
-    is" is another. Without such words it is final_number, or the whole text if that holds no
-    number.
+    The words are those behind a mark of final_number but a heading, "answer is" at the end of the
+    text alone, unless one of its kind holds a number: "####" and \\boxed are one kind, the last
+    "answer is" is another. Without such words it is final_number, or the whole text if that holds
+    no number.
     """
     plain = _plain(text)
     answers = _answers(plain)
+    marked = _marked(plain)
     for numbers, words in (
-        (_marked(plain), _marked(plain, at_end=True)),
+        (marked, marked),
         (answers[:1], _closing(plain)),
         (answers, []),
+        (_marked(plain, headings=True), []),
     ):
         if (number := _number_behind(numbers)) is not None:
             return number
@@ -49,52 +53,43 @@ def answers_alike(text: str, target: Fraction | str) -> bool:
     if not isinstance(target, str):
         return final_number(text) == target
     plain = _plain(text)
-    said = [_words_behind((*_marked(plain, end), *_closing(plain))) for end in (False, True)]
+    said = [_words_behind((*_marked(plain, more), *_closing(plain))) for more in (True, False)]
     return target in (*said, _whole(text))
 
 
 # Marks
 
-HASHES = re.compile(r"####\s*([^\n#]*)")
-HEADING = re.compile(r"[* ]*(?:[^\W\d]|\d+[.)] +[^\W\d])")
+HASHES = re.compile(r"####(?![ \t*]*step\b)(?:\s*\n- |\s*)([^\n#]*)", re.I)
+HEADING = re.compile(r"[* ]*(?:[^\W\d_]|\d+[.)] +[^\W\d_])")
 ANSWER_IS = re.compile(
-    r"(?<!this )answer\**(?: is|:)|^[#* \t]*(?:the )?(?:final )?answer[^\w\n]*\n", re.I | re.M
+    r"(?<!this )answer\**(?: is|:)|^[#* \t]*(?:the )?(?:final )?answer[:* \t]*\n", re.I | re.M
 )
 INTRODUCED = re.compile(r"\A\W*(?:[a-z]+ ){0,3}answer\**(?: is|:)", re.I)
-BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *(-?\d[\d.,]*\d|[^\s{}\\])")
+BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *(-?\d(?:[\d.,]*\d)?|[^\s{}\\])")
 
 
-def _marked(text: str, at_end: bool = False) -> list[str]:
+def _marked(text: str, headings: bool = False) -> list[str]:
     """What stands behind the last "####", and in the last \\boxed, as far as there are any.
 
-    What begins in words behind "####" is a heading where another mark follows it; at_end: where
-    anything does. Behind "####" a box counts, and what "answer is" says.
+    What begins in words behind "####" and has more text behind it is a heading: no mark, unless
+    asked for. Behind "####" a box counts, and what "answer is" says.
     """
-    said, hashes = [], [found for found in HASHES.finditer(text) if found[1].strip()]
-    if hashes:
-        last = hashes[-1]
-        behind = text[last.end() :]
-        if HEADING.match(last[1]) is None or not (
-            behind.strip() if at_end else _goes_on(text, last)
-        ):
-            said.append(last[1])
+    hashes = [found for found in HASHES.finditer(text) if found[1].strip()][-1:]
+    said = [
+        found[1]
+        for found in hashes
+        if headings or not (HEADING.match(found[1]) and text[found.end() :].strip())
+    ]
     said = [last_box(one) or one for one in said]
     if (boxed := last_box(text)) is not None:
         said.append(boxed)
-    return [re.sub(r"^(\W*)- (?=[\d.$\\])", r"\1-", INTRODUCED.sub("", one, 1)) for one in said]
-
-
-def _goes_on(text: str, found: re.Match[str]) -> bool:
-    """Whether another mark than "####" follows it."""
-    answers = ANSWER_IS.finditer(text, found.start())
-    boxed = last_box(text[found.end() :])
-    return boxed is not None or any(one.end() > found.end() for one in answers)
+    return [re.sub(r"(^\W*|= *)- (?=[\d.$\\])", r"\1-", INTRODUCED.sub("", one)) for one in said]
 
 
 def _answers(text: str) -> list[str]:
     """What the line behind each "answer is" says up to the next one, the last first."""
     said = ANSWER_IS.split(text)[:0:-1]
-    return [one.lstrip(" *:\t\n").partition("\n")[0] for one in said]
+    return [next(filter(re.compile(r"\w").search, one.split("\n")), "") for one in said]
 
 
 def _closing(text: str) -> list[str]:
@@ -137,7 +132,7 @@ WRITTEN_NUMBER = re.compile(
     rf"""
     ((?<![\w.])-)?
     (?:(?<![\w.])(\d+)\ (?=\d+{PART.replace("(", "(?:", 1)}))?  # of a whole number and a part
-    ((?:(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\w))?)
+    ((?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\w))?)
     (?:{PART})?
     """,
     re.VERBOSE,

@@ -349,17 +349,17 @@ TASKS = {
     task.name: task
     for task in (
         Task(
-            *("gsm8k", 5, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("gsm8k", 6, _gsm8k, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
         Task(
-            *("svamp", 5, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
+            *("svamp", 6, _svamp, NUMBER, "Question: {prompt}\nAnswer:"),
             check=_same_number,
             stop=QUESTION,
         ),
         Task(
-            *("math", 3, _math),
+            *("math", 4, _math),
             chat="{prompt}\n\nSolve it step by step. Put the final answer into \\boxed{{}}.",
             plain="Problem: {prompt}\nSolution:",
             check=_same_expression,
@@ -380,7 +380,7 @@ TASKS = {
             check=_passes_asserts,
             stop=("\nTask:",),
         ),
-        Task("answers", 3, _answers, "{prompt}", "{prompt}", check=_same_answer),
+        Task("answers", 4, _answers, "{prompt}", "{prompt}", check=_same_answer),
         Task("prompts", 1, _prompts, "{prompt}", "{prompt}", check=None),
     )
 }

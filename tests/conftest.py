@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jaxtyping
 import pytest
 import torch
 import transformers
@@ -193,6 +194,15 @@ def run(monkeypatch, capsys):
         return Result(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture(scope="module")
+def no_shape_checks() -> Iterator[None]:
+    """Types and shapes of arguments are not looked at, which takes as long as all else of a small
+    network does: for a law that many networks are tried by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        yield
 
 
 @pytest.fixture

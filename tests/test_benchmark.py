@@ -246,13 +246,13 @@ def test_the_ceiling_is_what_bare_forwards_take(model, monkeypatch):
     assert [line["ceiling"] for line in lines] == [None, None, None], "one prompt at a time"
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 6, 18, 20])
+@pytest.mark.parametrize("count", [3, 5, 9])
 def test_blocks_near_the_limit_have_bare_forwards_too(model, monkeypatch, count):
     """They want more logits than they have query tokens."""
     monkeypatch.setattr(model, "eos_token_ids", frozenset())
     ways: list[Any] = [
-        {"mode": "sbd", "solver": "fixed:2", "block_size": 16, "slide": True},
-        {"mode": "verified", "draft": "solver", "solver": "fixed:1", "block_size": 16},
+        {"mode": "sbd", "solver": "fixed:2", "block_size": 8, "slide": True},
+        {"mode": "verified", "draft": "solver", "solver": "fixed:1", "block_size": 8},
     ]
     running = {"ntp": contenders.ours(mode="ntp")}
     running |= {str(n): contenders.ours(**one) for n, one in enumerate(ways)}

@@ -38,8 +38,8 @@ COMMANDS = [
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the commands read, so that what they write lands beside it."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("examples", "docs"):
-        shutil.copytree(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copy(ROOT / "CONTRIBUTING.md", folder)
     return folder
 
 
