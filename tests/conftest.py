@@ -49,6 +49,12 @@ LONGROPE = {
 }
 SHORT = ["--max-new-tokens", "8"]  # words of a command
 MIXED = ["sliding_attention", "full_attention"]
+# Files that decode or train with many networks and settings. To look at the shapes of arguments
+# would take half of their time; other files do so for the same functions.
+UNCHECKED = {
+    *("answers", "architectures", "benchmark", "cli_profile", "cli_training", "cli_tune", "export"),
+    *("finetune", "graphs", "plan", "serve", "speedup", "train_families", "transfer", "tune"),
+}
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
     "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -196,12 +202,12 @@ def run(monkeypatch, capsys):
     return call
 
 
-@pytest.fixture(scope="module")
-def no_shape_checks() -> Iterator[None]:
-    """Types and shapes of arguments are not looked at, which takes as long as all else of a small
-    network does: for a law that many networks are tried by."""
+@pytest.fixture(scope="module", autouse=True)
+def shape_checks(request) -> Iterator[None]:
+    """Types and shapes of arguments are looked at, but in the files of UNCHECKED."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        unchecked = request.module.__name__.removeprefix("test_") in UNCHECKED
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", unchecked)
         yield
 
 

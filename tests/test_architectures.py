@@ -20,7 +20,7 @@ from setblock.masks import CLEAN, Layout
 from setblock.model import Model
 from setblock.names import ModelError
 
-pytestmark = [*WHAT_PEFT_SAYS, pytest.mark.usefixtures("no_shape_checks")]
+pytestmark = WHAT_PEFT_SAYS
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
 WAYS: list[dict[str, Any]] = [

@@ -122,7 +122,7 @@ def test_a_gated_adapter(checkpoint, simulated_graphs, tmp_path, chain_width):
     for way in WAYS.values():
         for size in (1, 3):  # rows at different stages are noisy in different places
             expected = answers(plain, batch_size=size, **way)
-            for _ in range(3):
+            for _ in range(2):
                 assert answers(model, batch_size=size, **way) == expected
     exact = answers(plain, mode="ntp")
     assert [ids for ids, *_ in answers(model, mode="verified")] == [ids for ids, *_ in exact]
