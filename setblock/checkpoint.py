@@ -95,6 +95,7 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if key not in SETTINGS:
             raise ModelError(f"setblock setting {key!r} is not one of {any_of(SETTINGS)}")
         in_range, limits = {
+            "mask_token_id": (lambda value: value >= 0, " of at least 0"),
             "block_size": (lambda value: 1 <= value <= MOST_SLOTS, f" in 1..{MOST_SLOTS}"),
             "chain_width": (lambda value: value >= 1, " of at least 1"),
             "acceptance": (lambda value: 0 < value < 1, " between 0 and 1"),
@@ -110,8 +111,9 @@ def checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def write_settings(folder: str | Path, **settings: Any) -> None:
     """Put these settings into a checkpoint's generation_config.json, where `load` finds them.
 
-    None takes one away. Effects: replaces the file; other keys stay.
-    Raises: ModelError for a setting that `load` would refuse.
+    None takes one away. Effects: replaces the file; other keys stay, but for the mark that has
+    transformers make the file anew and drop what it does not know.
+    Raises: ModelError for a setting of another type or range than `load` takes of any model.
     """
     path = Path(folder) / "generation_config.json"
     if path.is_file():
@@ -119,9 +121,9 @@ def write_settings(folder: str | Path, **settings: Any) -> None:
     elif (Path(folder) / "config.json").is_file():  # what transformers would derive, its ends too
         config = AutoConfig.from_pretrained(folder)
         content = GenerationConfig.from_model_config(config).to_diff_dict()
-        content.pop("_from_model_config", None)
     else:
         content = {}
+    content.pop("_from_model_config", None)
     merged = content.get("setblock", {}) | settings
     content["setblock"] = checked_settings(
         {name: value for name, value in merged.items() if value is not None}

@@ -23,7 +23,7 @@ from setblock.chain import conditioned
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.settings import Settings
-from setblock.solvers import Certain, Predictions, check_revealed
+from setblock.solvers import Certain, Predictions, check_revealed, revealed_by
 from setblock.transfer import to_device, to_host
 
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
@@ -275,7 +275,7 @@ class DecodeState(Rows):
             certain = reveal & blocks[:, None]
             candidates, known = to_device(logits.device, open_slots | certain, certain)
             told = Certain(predictions, known) if certain.any() else predictions
-            solved = self.settings.solver.reveal(told, candidates)
+            solved = revealed_by(self.settings.solver, told, candidates)
             chosen, nats, solved = to_host(chosen, nats, solved)
             check_revealed(self.settings.solver, solved, open_slots | certain, reveal)
             reveal |= solved

@@ -123,7 +123,10 @@ def run(
     peak_bytes: the most memory in use, on a GPU during this run, on a CPU by the whole process.
     least_bytes: what the weights, and the keys and values of the largest batch, take by arithmetic.
     acceptance: of drafted tokens by branches alone, fitted to tokens per forward, else None.
+    Raises: ValueError without problems.
     """
+    if not problems:
+        raise ValueError(f"problems must be at least one, got none of task {task}")
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     prompts = _prompts(model, problems, form)

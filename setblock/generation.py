@@ -122,7 +122,11 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     return Settings(
         solver=parse(solver) if isinstance(solver, str) else solver,
         sampler=Sampler(**draws),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=(stop,)
+        if isinstance(stop, str)
+        else tuple(stop)
+        if isinstance(stop, Iterable)
+        else stop,
         **given,
     )
 

@@ -94,6 +94,23 @@ class View:
 
     def _clean_before(self) -> Int[Tensor, "batch length"]:
         """Index of that token in its row, -1 for none."""
+        return torch.where(self._filled(found := self._text_before()), -1, found)
+
+    def fills(self, ends: Collection[int]) -> Bool[Tensor, "batch length"]:
+        """Masked-token labels that are no text: an end token behind itself, to fill a block."""
+        found = self._text_before()
+        before = self.tokens.gather(1, found.clamp(min=0))
+        again = _same_end(before, self.labels, ends) & (found >= 0)
+        return again | self._filled(found)
+
+    def _filled(self, before: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+        """Where the noisy token is not the clean one; `before` as of _text_before."""
+        if self.filled is None:
+            return torch.zeros_like(before, dtype=torch.bool)
+        return self.filled.gather(1, before + 1) & (before >= 0)
+
+    def _text_before(self) -> Int[Tensor, "batch length"]:
+        """As _clean_before, also where the noisy half has another text."""
         first, layout = self.num_clean, self.layout
         noisy = torch.arange(self.labels.shape[1], device=self.labels.device) >= first
         wanted = noisy & (self.labels != IGNORE) & (layout.position > 0)
@@ -102,10 +119,7 @@ class View:
         index = torch.arange(first, device=slot.device).expand(len(slot), -1)
         start = torch.full((len(slot), first + 1), first, device=slot.device)
         start = start.scatter_reduce(1, slot[:, :first], index, "amin").gather(1, slot)
-        found = torch.where(wanted, start + layout.position - 1, -1)
-        if self.filled is None:
-            return found
-        return torch.where(self.filled.gather(1, found + 1), -1, found)
+        return torch.where(wanted, start + layout.position - 1, -1)
 
 
 def _same_end(
@@ -142,10 +156,21 @@ class Noise:
     full_mask_share: share of the documents that are masked throughout instead (eta = 1).
     suffix_mask_share: share of the documents each of whose blocks is masked from a random position
     to its end instead, the state that decoding from left to right leaves a block in.
+    Raises: ValueError for a share outside of 0..1, and for two that sum to more than 1.
     """
 
     full_mask_share: float = 0.0
     suffix_mask_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in (shares := vars(self)).items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {share}")
+        if sum(shares.values()) > 1:
+            raise ValueError(
+                f"{' and '.join(shares)} must sum to at most 1, got "
+                f"{' and '.join(map(str, shares.values()))}"
+            )
 
 
 def draw_noise(

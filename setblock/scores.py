@@ -156,21 +156,33 @@ def compare(
 ) -> dict[str, Any]:
     """A paired comparison of two lines of a record on the same problems, given their samples.
 
-    Rights and p_value are None for prompts without a right answer.
+    score_difference: of the second's score from the first's; its interval is Tango's, of 95 %.
+    Rights, difference and p_value are None for prompts without a right answer.
+    Raises: ValueError for samples of other problems.
     """
     right = [{one.index: bool(one.correct) for one in some} for some in samples]
-    assert right[0].keys() == right[1].keys(), "paired settings answer the same problems"
+    asked = [{(one.index, one.key) for one in some} for some in samples]
+    if asked[0] != asked[1]:
+        raise ValueError(
+            f"samples must be of the same problems, got {len(asked[0] - asked[1])} of the first "
+            f"and {len(asked[1] - asked[0])} of the second that the other has not"
+        )
     answers = [[one[index] for index in sorted(right[0])] for one in right]
     same = {one.index: one.token_ids for one in samples[0]}
     judged = first["score"] is not None
     names = ("model", "mode", "solver", "settings")
+    lost = sum(a and not b for a, b in zip(*answers, strict=True))
+    won = sum(b and not a for a, b in zip(*answers, strict=True))
+    low, high = drop_bounds(lost, won, len(answers[0]), 0.975)
     return {
         "task": first["task"],
         "n": len(answers[0]),
         "first": {name: first.get(name) for name in names},
         "second": {name: second.get(name) for name in names},
-        "only_first": sum(a and not b for a, b in zip(*answers, strict=True)) if judged else None,
-        "only_second": sum(b and not a for a, b in zip(*answers, strict=True)) if judged else None,
+        "only_first": lost if judged else None,
+        "only_second": won if judged else None,
+        "score_difference": (won - lost) / len(answers[0]) if judged else None,
+        "score_difference_interval": (-high, -low) if judged else None,
         "p_value": mcnemar(*answers) if judged else None,
         "identical_share": sum(same[one.index] == one.token_ids for one in samples[1])
         / len(samples[1]),

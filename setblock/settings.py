@@ -66,8 +66,12 @@ class Settings:
             if getattr(self, name) not in allowed:
                 got = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
-        if not isinstance(self.solver, Solver):
+        if isinstance(self.solver, type) or not isinstance(self.solver, Solver):
             raise ValueError(f"solver must be a solver or its text, got {self.solver!r}")
+        if str(self.solver) == object.__repr__(self.solver):
+            raise ValueError(
+                f"solver must have a __str__, which names it in results, got {self.solver!r}"
+            )
         bounds = {"block_size": 1, "max_new_tokens": 1, "branches": 1, "seeds": 0, "lookup": 0}
         for name, least in bounds.items():
             value = getattr(self, name)
@@ -125,7 +129,8 @@ class Settings:
                 f"tokens, got {self.seeds}, {self.branches}, {self.block_size} and {self.lookup}: "
                 f"{queries}"
             )
-        if not all(isinstance(text, str) and text for text in self.stop):
+        texts = self.stop if isinstance(self.stop, tuple) else (None,)
+        if not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
 
     @property

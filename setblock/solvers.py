@@ -87,6 +87,22 @@ class Solver(Protocol):
         ...
 
 
+def revealed_by(solver: Solver, predictions: Predictions, masked: Positions) -> Positions:
+    """What a rule reveals, whoever wrote it.
+
+    Raises: TypeError for what is no boolean tensor like `masked`.
+    """
+    found: object = solver.reveal(predictions, masked)
+    if isinstance(found, Tensor) and found.dtype == torch.bool and found.shape == masked.shape:
+        return found
+    got = type(found).__name__
+    if isinstance(found, Tensor):
+        got = f"{list(found.shape)} of {found.dtype}"
+    raise TypeError(
+        f"solver {solver} must reveal a boolean tensor of shape {list(masked.shape)}, got {got}"
+    )
+
+
 def check_revealed(
     solver: Solver,
     revealed: Bool[ndarray, "batch slots"],

@@ -17,6 +17,7 @@ class Totals:
 
     NAMES = (
         *("ntp_nats", "ntp_labels", "ntp_right", "matp_nats", "matp_labels", "matp_right"),
+        *("text_nats", "text_labels", "text_right"),
         *("chain_nats", "chain_labels", "chain_right", "distill_nats", "distill_labels"),
         *("maskable", "tokens", "block_sizes", "batches"),
     )
@@ -49,16 +50,18 @@ class Totals:
         block_size: int,
         batch: Mapping[str, Any],
         taught: Tensor,
+        fills: Tensor,
     ) -> None:
-        """taught: which labels had a teacher."""
+        """taught: which labels had a teacher. fills: which are end tokens behind a text's own."""
         supervised = view.supervised
         noisy = (view.layout.block != CLEAN)[supervised]
         losses = objective.losses(scores.nats.detach(), view)
-        matp_right = (scores.right & noisy).sum()
+        matp_right, text = (scores.right & noisy).sum(), noisy & ~fills
         maskable = torch.zeros(()) if view.maskable is None else view.maskable.float()
         sums = (
             *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
             *(losses.matp_sum, losses.matp_count, matp_right),
+            *(scores.nats.detach()[text].sum(), text.sum(), scores.right[text].sum()),
             *(scores.chain_nats.detach().sum(), scores.chain_known.sum(), scores.chain_right.sum()),
             *(scores.divergence.detach()[taught].sum(), taught.sum()),
             *(maskable.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
@@ -76,10 +79,10 @@ class Totals:
         counts[1].scatter_add_(1, slot, (supervised & (view.layout.block != CLEAN)).float())
         rate = (counts[1] / counts[0].clamp(min=1)).gather(1, slot)[supervised][noisy]
         tenth = (rate * self.NUM_RATES).long().clamp(max=self.NUM_RATES - 1)
-        right = scores.right[noisy].float()
+        right, text = scores.right[text].float(), text[noisy]
         for (labels, rights), index in zip((tables[:2], tables[2:]), (offset, tenth), strict=True):
-            labels.index_add_(0, index, torch.ones_like(right))
-            rights.index_add_(0, index, right)
+            labels.index_add_(0, index[text], torch.ones_like(right))
+            rights.index_add_(0, index[text], right)
 
     def means(self) -> dict[str, float]:
         """Name -> mean, of a half only where it had labels."""
@@ -89,6 +92,9 @@ class Totals:
             if totals[f"{half}_labels"]:
                 means[f"{half}_loss"] = totals[f"{half}_nats"] / totals[f"{half}_labels"]
                 means[f"{half}_accuracy"] = totals[f"{half}_right"] / totals[f"{half}_labels"]
+        if totals["text_labels"]:
+            means["matp_text_loss"] = totals["text_nats"] / totals["text_labels"]
+            means["matp_text_accuracy"] = totals["text_right"] / totals["text_labels"]
         if totals["distill_labels"]:
             means["distill_loss"] = totals["distill_nats"] / totals["distill_labels"]
         if totals["chain_labels"]:
@@ -103,7 +109,10 @@ class Totals:
         return means
 
     def breakdown(self) -> dict[str, list[float | None]]:
-        """Masked accuracy by offset in the block and by mask rate (tenths), None without labels."""
+        """Masked accuracy by offset in the block and by mask rate (tenths), None without labels.
+
+        Of the text alone, without the end tokens that fill up its last block.
+        """
         tables = [part.tolist() for part in self._parts()[1:]]
         shares = [
             [right / labels if labels else None for labels, right in zip(*pair, strict=True)]

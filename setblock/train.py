@@ -100,7 +100,8 @@ class SBDTrainer(SFTTrainer):
     Takes any text dataset that SFTTrainer takes: text, prompt-completion, conversations, or
     tokenised (`input_ids` with `labels` or `completion_mask`). Prompt tokens have no loss in either
     half. A `sample_id` column of integers keys the noise; without one the row's index does. Logs
-    ntp_loss and matp_loss (nats per label), ntp_accuracy and matp_accuracy, mask_ratio (masked
+    ntp_loss and matp_loss (nats per label), ntp_accuracy and matp_accuracy, matp_text_loss and
+    matp_text_accuracy (without the end tokens that fill up a text's last block), mask_ratio (masked
     share of the labelled positions), with self_distill distill_loss (nats of divergence per taught
     label: matp_loss stays that against the text), block_size and tokens_per_second (of the clean
     text), and writes each line of the log, with the masked accuracy by offset in the block and by
@@ -287,7 +288,8 @@ class SBDTrainer(SFTTrainer):
             taught = (teachers >= 0)[view.supervised]
             change = share * (scores.divergence - scores.nats)[taught]
             nats = nats + self.args.matp_weight * change.sum()
-        self._totals[mode].add(scores, view, block_size, inputs, taught)
+        fills = view.fills(self._ends)[view.supervised]
+        self._totals[mode].add(scores, view, block_size, inputs, taught, fills)
         nats = nats + scores.chain_nats.sum()  # of weights of its own
         if not torch.isfinite(nats):
             raise ValueError(

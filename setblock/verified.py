@@ -32,7 +32,7 @@ from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
 from setblock.settings import Settings
-from setblock.solvers import Predictions, check_revealed, entropy
+from setblock.solvers import Predictions, check_revealed, entropy, revealed_by
 from setblock.transfer import to_device, to_host
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
@@ -205,7 +205,7 @@ class SolverDrafts(VerifiedRows):
         logits = self._chained(logits, context, places, self.draft)
         open_slots = self._open() & self.drafting[:, None]
         [masked] = to_device(logits.device, open_slots)
-        reveal = self.settings.solver.reveal(Predictions(logits), masked)
+        reveal = revealed_by(self.settings.solver, Predictions(logits), masked)
         rows = torch.from_numpy(self.rows)
         chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
         reveal, chosen = to_host(reveal, chosen)

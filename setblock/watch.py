@@ -73,11 +73,11 @@ class LogLines(TrainerCallback):
         ("ntp_loss", "next-token loss {:.3f}"),
         ("matp_loss", "masked-token loss {:.3f}"),
         ("distill_loss", "divergence from the clean half {:.3f}"),
-        ("matp_accuracy", "{:.1%} of masked tokens right"),
+        ("matp_text_accuracy", "{:.1%} of masked tokens right"),
         ("eval_ntp_loss", "held-out next-token loss {:.3f}"),
         ("eval_matp_loss", "held-out masked-token loss {:.3f}"),
         ("eval_distill_loss", "divergence from the clean half {:.3f}"),
-        ("eval_matp_accuracy", "{:.1%} of masked tokens right"),
+        ("eval_matp_text_accuracy", "{:.1%} of masked tokens right"),
         ("tokens_per_second", "{:.0f} tokens a second"),
     )
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import jaxtyping
 import pytest
 import reference
 import torch
@@ -255,6 +256,47 @@ class Rule:
     def reveal(self, predictions, masked):
         first = masked & (masked.cumsum(-1) == 1)
         return first & self.first | ~masked & self.others
+
+
+class Answers(Rule):
+    """One that answers this, whatever is asked."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def reveal(self, predictions, masked):
+        return self.answer(masked)
+
+
+@pytest.mark.parametrize("how", [{"mode": "sbd"}, {"mode": "verified", "draft": "solver"}])
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda masked: masked[:1], r"\[1, .\] of torch.bool"),
+        (lambda masked: masked[0], r"\[.\] of torch.bool"),
+        (lambda masked: masked.float(), r"\[2, .\] of torch.float32"),
+        (lambda masked: masked.numpy(), "ndarray"),
+        (lambda masked: None, "NoneType"),
+    ],
+)
+def test_a_rule_of_one_s_own_answers_with_a_mask(monkeypatch, how, answer, got):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users run it
+    options: Any = {"block_size": 4, "max_new_tokens": 12, **how}
+    with pytest.raises(TypeError, match=rf"^solver mine must .* of shape \[2, [34]\], got {got}$"):
+        generate(TableModel.random(), [PROMPTS[0]] * 2, solver=Answers(answer), **options)
+
+
+def test_a_rule_of_one_s_own_is_an_object_with_a_name():
+    class Nameless:
+        def reveal(self, predictions, masked):
+            return masked
+
+    options: Any = {"mode": "sbd", "block_size": 4}
+    kind: Any = Rule
+    with pytest.raises(ValueError, match=r"^solver must have a __str__, which names it in results"):
+        generate(TableModel.random(), [PROMPTS[0]], solver=Nameless(), **options)
+    with pytest.raises(ValueError, match=r"^solver must be a solver or its text, got <class"):
+        generate(TableModel.random(), [PROMPTS[0]], **options, solver=kind)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,8 @@ def test_a_line_of_the_record(model, problems):
 
 def test_ntp_has_no_solver(model, problems):
     line, _ = evaluate.run(model, "lists", problems[:1], 1, no_progress, **NTP)
+    with pytest.raises(ValueError, match="problems must be at least one, got none of task lists"):
+        evaluate.run(model, "lists", [], 1, no_progress, **NTP)
     assert line["solver"] is None
 
 
@@ -248,7 +250,7 @@ def test_items_are_put_in_their_form_and_judged(model, sums, monkeypatch):
     line, _ = evaluate.run(model, "gsm8k", items[2:], 3, no_progress, form, **NTP)
     assert asked == [right.prompt(item, items[:2], False) for item in items[2:]]
     assert (line["n"], line["correct"]) == (3, 1)
-    assert (line["task_version"], line["chat"], line["shots"]) == (5, False, 2)
+    assert (line["task_version"], line["chat"], line["shots"]) == (6, False, 2)
     assert line["data"] == "sums.jsonl"
     assert line["data_sha256"] == hashlib.sha256(sums.read_bytes()).hexdigest()
 

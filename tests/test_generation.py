@@ -172,6 +172,7 @@ def test_options_out_of_range(options, message):
         ({"solver": 0.3}, "solver must be a solver or its text, got 0.3"),
         ({"block_size": 2.0}, "block_size must be an integer of at least 1, got 2.0"),
         ({"max_new_tokens": "9"}, "max_new_tokens must be an integer of at least 1, got '9'"),
+        ({"stop": 3}, r"stop must be texts, none of them empty, got 3"),
         ({"stop": (1,)}, r"stop must be texts, none of them empty, got \(1,\)"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
         ({"next_token_seed": 1}, "next_token_seed must be True or False, got 1"),

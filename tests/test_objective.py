@@ -394,6 +394,11 @@ def test_full_mask_share_masks_whole_documents():
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_suffix_masks_are_what_decoding_from_the_left_leaves(block_size):
+    for shares in ((2.0, 0.0), (0.0, -1.0)):
+        with pytest.raises(ValueError, match=r"_mask_share must lie in 0\.\.1, got (2\.0|-1\.0)"):
+            objective.Noise(*shares)
+    with pytest.raises(ValueError, match=r"must sum to at most 1, got 0\.7 and 0\.7"):
+        objective.Noise(0.7, 0.7)
     noise = objective.Noise(full_mask_share=0.2, suffix_mask_share=0.5)
     firsts, kinds = [], []
     eta, masked = objective.draw_noise(0, 0, 7, 18, objective.Noise(0.0, 1.0), block_size)

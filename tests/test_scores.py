@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from statistics import NormalDist
 
@@ -123,10 +123,19 @@ def test_comparison():
         "second": {"model": "m", "mode": "sbd", "solver": None, "settings": None},
         "only_first": 2,
         "only_second": 0,
+        "score_difference": -0.5,
+        "score_difference_interval": tuple(-end for end in drop_bounds(2, 0, 4, 0.975)[::-1]),
         "p_value": 0.5,
         "identical_share": 0.75,
         "wall_clock_ratio": 1.0,
     }
+
+
+def test_comparison_of_other_problems():
+    first, second = [sample(0, True)], [replace(sample(0, True), key="another")]
+    line = {"task": "t", "model": "m", "mode": "ntp", "solver": None, **Score(first).result()}
+    with pytest.raises(ValueError, match=r"samples must be of the same problems, got 1 of"):
+        compare(line, line, (first, second))
 
 
 def test_comparison_without_right_answers():

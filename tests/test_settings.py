@@ -121,8 +121,13 @@ def test_settings_written_to_a_checkpoint_are_found(checkpoint, tmp_path):
     assert (model.dtype, model.device.type) == (torch.float16, "cpu")
     assert load(folder, dtype="float32").dtype == torch.float32
     assert load(folder).eos_token_ids == {token_id("</s>")}  # the file's other keys stay
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    network.save_pretrained(tmp_path / "again")  # by transformers, which knows nothing of them
+    assert read_settings(str(tmp_path / "again"))["trained"]
     with pytest.raises(ModelError, match="'blocksize' is not one of"):
         write_settings(folder, blocksize=4)
+    with pytest.raises(ModelError, match=r"mask_token_id must be int of at least 0, got -1"):
+        write_settings(folder, mask_token_id=-1)
     assert sorted(file.name for file in folder.iterdir()) == sorted(
         {"generation_config.json", *(file.name for file in checkpoint().iterdir())}
     )

@@ -245,6 +245,10 @@ def test_fill_has_no_teacher_and_no_token_before():
     for one in (view, objective.drop_idle_blocks(view)):
         assert one.teachers([END]).tolist() == [[-1] * 10 + [-1, 0, 1] + [-1] * 5 + [7, 8]]
         assert one.before().tolist() == [[-1] * 10 + [-1, 10, 11] + [-1] * 5 + [24, 13]]
+        assert one.fills([END]).nonzero()[:, 1].tolist() == [13, 14, 15, 16, 17]
+        assert one.fills([]).nonzero()[:, 1].tolist() == [13, 14, 15, 16, 17], (
+            "of turns, so not text"
+        )
 
 
 @given(
@@ -312,6 +316,30 @@ def test_trainer_ends_turns_as_it_ends_rows(tmp_path, fill):
     noisy = view.tokens[0, view.num_clean :][first & (view.layout.block[0, view.num_clean :] == 0)]
     behind = 6 if fill is None else 0
     assert noisy.tolist() == ids[:6] + [TRAINED_MASK] * (4 + behind)
+
+
+def test_the_log_tells_text_from_the_fill_behind_it(tmp_path):
+    ids, labels = chat(7, (3, 4, [2]))
+    rows = [{"input_ids": ids, "labels": labels}] * 4
+    run_of = trainer(tmp_path, rows, full_mask_share=1.0, min_block_size=16, max_steps=1)
+    [view], _ = steps(run_of)
+    batch = next(iter(run_of.get_train_dataloader()))
+    run_of.forget()
+    with torch.no_grad():
+        run_of.compute_loss(run_of.model, batch | {"view": view, "block_size": 16})
+        mask = visible(view.layout, view.layout)
+        logits = run_of.model(
+            input_ids=view.tokens, position_ids=view.layout.position, attention_mask=mask
+        ).logits
+    totals = run_of._totals["train" if run_of.model.training else "eval"]
+    counts = dict(zip(totals.NAMES, totals._parts()[0].tolist(), strict=True))
+    assert (counts["text_labels"], counts["matp_labels"]) == (4 * 5, 4 * (5 + 15))
+    nats = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), view.labels.masked_fill(view.fills([2]), IGNORE), reduction="none"
+    )[:, view.num_clean :]
+    assert totals.means()["matp_text_loss"] == pytest.approx(float(nats.sum()) / 20, abs=1e-5)
+    by_offset = totals.breakdown()["matp_accuracy_by_offset"]
+    assert [at for at, share in enumerate(by_offset) if share is not None] == [3, 4, 5, 6, 7]
 
 
 def test_accuracy_by_mask_rate_counts_the_fill(tmp_path, monkeypatch):
