@@ -267,7 +267,12 @@ def _as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(file and line or row, value) of a JSONL file or a JSON list."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+        try:
+            text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"line {line} is not in UTF-8: {error}") from error
         if path.suffix == ".json":
             values = json.loads(text)
             if not isinstance(values, list):

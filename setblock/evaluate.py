@@ -66,7 +66,7 @@ def evaluate(
     known: samples of an earlier call that was stopped. A batch that it left unfinished is decoded
         again as a whole: a row's entropies differ in their last bits with the rows beside it.
     """
-    prompts = _prompts(model, problems, form)
+    prompts = prompt_ids(model, problems, form)
     return _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
 
 
@@ -100,7 +100,7 @@ def _answered(
         on_progress(score)
 
 
-def _prompts(
+def prompt_ids(
     model: Model, problems: Sequence[nano.Problem] | Sequence[Item], form: Form | None
 ) -> list[list[int]]:
     """Token ids of what is asked."""
@@ -129,7 +129,7 @@ def run(
         raise ValueError(f"problems must be at least one, got none of task {task}")
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
-    prompts = _prompts(model, problems, form)
+    prompts = prompt_ids(model, problems, form)
     score = _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
     result = score.result()
@@ -324,8 +324,10 @@ def _longest_word(names: Sequence[str]) -> int:
 
 def _name(line: Mapping[str, Any], model: bool) -> str:
     """Model, if asked for, mode and solver in a few words that break at spaces."""
-    slides = "sliding" if (line.get("settings") or {}).get("slide") else ""
-    words = line["model"] if model else "", line["mode"], line["solver"], slides
+    settings = line.get("settings") or {}
+    slides = "sliding" if settings.get("slide") else ""
+    size = f"k={settings['block_size']}" if line["mode"] == "verified" and settings else ""
+    words = line["model"] if model else "", line["mode"], line["solver"], slides, size
     return " ".join(filter(None, words))
 
 

@@ -129,8 +129,11 @@ def _load(
             base_name, base_source, origin, settings, dtype, device, mask_token_id, four_bit
         )
     except ModelError as error:
+        where = ""
+        if Path(base_name).is_absolute() and not Path(base_name).exists():
+            where = "; if it was moved, say where to as base_model_name_or_path there"
         raise ModelError(
-            f"{name!r} is, by its {ADAPTER_CONFIG}, an adapter on {base_name!r}: {error}"
+            f"{name!r} is, by its {ADAPTER_CONFIG}, an adapter on {base_name!r}: {error}{where}"
         ) from error
     try:
         width = settings.get("chain_width", 0)

@@ -256,7 +256,7 @@ def _pair_up(found: Measured) -> None:
     firsts: dict[Any, tuple[Path, dict[str, Any], list[Sample]]] = {}
     for path, line, samples in found.samples:
         place = [line.get(name) for name in ("task", "data_sha256", "split", "held_out", "shots")]
-        problems = (*place, frozenset(one.index for one in samples))
+        problems = (*place, frozenset((one.index, one.key) for one in samples))
         first = firsts.setdefault(problems, (path, line, samples))
         if first[0] != path:
             compared = compare(first[1], line, (first[2], samples))

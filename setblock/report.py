@@ -50,13 +50,15 @@ def tables(found: Measured) -> list[Shown]:
         header += ("ended", "repetition", "log-prob of a token", "seconds")
         shown.append(Shown("Scores", header, tuple(_score_row(line) for line in found.scores)))
     if found.comparisons:
-        header = ("task, second against first", "only first right", "only second", "p (McNemar)")
+        header = ("task, second against first", "only first right", "only second")
+        header += ("points of score won", "95 %", "p (McNemar)")
         header += ("same answers", "wall clock")
         rows = tuple(
             (
                 f"{one['task']}: {name_of(one['second'])} against {name_of(one['first'])}",
                 _cell(one["only_first"]),
                 _cell(one["only_second"]),
+                *_difference(one),
                 _cell(one["p_value"], ".3g"),
                 f"{one['identical_share']:.1%}",
                 "" if one["wall_clock_ratio"] is None else f"{one['wall_clock_ratio']:.2f}x",
@@ -96,13 +98,13 @@ def tables(found: Measured) -> list[Shown]:
         shown.append(Shown("One forward", header, rows))
     for line in found.tunings:
         score = "score" if line.get("judged", True) else "same"
-        header = ("setting", score, "loss", "at most", "speed", "proven")
+        header = ("setting", score, "points lost", "at most", "speed", "proven")
         rows = tuple(
             (
                 words(one),
                 f"{one['score']:.1%}",
                 f"{100 * one['drop']:.1f}",
-                f"{100 * one['drop_bounds'][1]:.1f}",
+                "0, exact" if one.get("lossless") else f"{100 * one['drop_bounds'][1]:.1f}",
                 f"{one['speed']:.2f}x",
                 "yes" if one["proven"] else "no",
             )
@@ -112,6 +114,14 @@ def tables(found: Measured) -> list[Shown]:
         most = f"at most {100 * line['max_drop']:g} points lost at {line['confidence']:.0%}"
         shown.append(Shown(f"Tuning of {line['model']}, {most}: {chosen}", header, rows))
     return shown
+
+
+def _difference(one: dict[str, Any]) -> tuple[str, str]:
+    """Points of score that the second setting won, and their interval; if the record has them."""
+    won, bounds = one.get("score_difference"), one.get("score_difference_interval")
+    if won is None or bounds is None:
+        return "", ""
+    return f"{100 * won:.1f}", " to ".join(f"{100 * end:.1f}" for end in bounds)
 
 
 def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
@@ -129,6 +139,18 @@ def _score_row(line: dict[str, Any]) -> tuple[str, ...]:
         _cell(line.get("logprob_nats"), ".3f"),
         f"{line['wall_s']:.1f}",
     )
+
+
+def curves(lines: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What to call a decoder -> its lines of one task, which differ in the parameter of its solver
+    alone, by tokens per forward.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in sorted(lines, key=lambda line: line["tokens_per_forward"]):
+        solver = line["solver"] and line["solver"].partition(":")[0]
+        name = name_of({**line, "solver": solver})
+        found.setdefault(f"{line['task']}, {name}", []).append(line)
+    return dict(sorted(found.items()))
 
 
 def _cell(value: Any, form: str = "") -> str:
@@ -161,17 +183,18 @@ def draw(found: Measured, folder: Path) -> list[tuple[Path, str]]:
     judged = [line for line in found.scores if line["interval"] and line["task"] != PERPLEXITY]
     if judged:
         figure, axes = panel("tokens per forward", "score, 95 % interval")
-        curves = {(line["model"], line["task"]) for line in judged}
-        for model, task in sorted(curves):
-            lines = [line for line in judged if (line["model"], line["task"]) == (model, task)]
-            lines.sort(key=lambda line: line["tokens_per_forward"])
+        for label, lines in curves(judged).items():
             x, y = ([line[name] for line in lines] for name in ("tokens_per_forward", "score"))
             low, high = (
                 [max(sign * (line["interval"][end] - line["score"]), 0.0) for line in lines]
                 for end, sign in ((0, -1), (1, 1))
             )
-            axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=f"{model}, {task}")
-        axes.legend()
+            axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=label)
+            for line in lines:
+                place = line["tokens_per_forward"], line["score"]
+                parameter = (line["solver"] or "").partition(":")[2]
+                axes.annotate(parameter, place, (4, 4), textcoords="offset points", fontsize=7)
+        axes.legend(fontsize=8)
         save(figure, "score", "Score against tokens per forward")
     answered = [line for line in found.scores if line["task"] != PERPLEXITY]
     if answered:

@@ -16,7 +16,8 @@ class Sample:
     """One problem's answer; a line of the file of samples.
 
     index: of the problem. correct: None where nothing is right or wrong.
-    entropy_nats: sum over the tokens of the entropies of the distributions they were taken from.
+    entropy_nats: sum over the tokens of the entropies of what was predicted there, without
+    temperature.
     logprob_nats: sum of their log-probabilities under next-token prediction by the same model.
     repetition: share of the answer's runs of NGRAM tokens that had occurred in it before.
     wall_s: seconds of decoding since the sample before.

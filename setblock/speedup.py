@@ -92,7 +92,10 @@ def learn(
     rows = load_rows(run.files, *names, run.limit, prompts_only=True, own=own)
     rows = fitting(rows, model, run, config, "the data", say)
     del model
-    for file, prompts in zip(files, _parted(rows["prompt"], held_out), strict=True):
+    parts = _parted(rows["prompt"], held_out)
+    if again := len(rows) - sum(map(len, parts)):
+        say(f"{again} of {len(rows)} prompts are left out of the data: they are there already")
+    for file, prompts in zip(files, parts, strict=True):
         _write(file, prompts)
     part = {"data": [str(files[0])], "split": "train", "prompt_field": "prompt", "limit": None}
     resume = not all(map(is_cut, run.output_dir.glob(f"{PREFIX}*")))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from setblock.checkpoint import DRAFTING
-from setblock.evaluate import Form, acceptance_of, evaluate
-from setblock.generation import settings_for
+from setblock.evaluate import Form, acceptance_of, evaluate, prompt_ids
+from setblock.generation import finished, settings_for
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, Spending
 from setblock.scores import Sample, Score, drop_bounds
@@ -188,6 +188,10 @@ def tune(
     if "verified" in tried.modes:
         model.acceptance = ACCEPTANCE  # drafts of one kind, whatever was measured before
     drafting = Candidate({**tried.drafting(model, min(batch_size, some)), **common})
+    # A prompt that does not fit is told before anything is decoded, by its place in the data.
+    ids = prompt_ids(model, items, form)
+    for options in (baseline.options, *({**one, **common} for one in tried.with_solvers(model))):
+        finished(model, ids, **options)
     runs = {id(baseline): 0, id(drafting): 1}
     exact = model.dtype == torch.float32
     judged = form is None or form.task.check is not None

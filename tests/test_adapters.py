@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -527,3 +528,12 @@ def test_without_peft_it_is_told_how_to_get_it(checkpoint, tmp_path, monkeypatch
         ModelError, match=r"an adapter needs the package peft: pip install '\.\[smo"
     ):
         load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_base_that_was_moved_is_asked_for(checkpoint, tmp_path):
+    base = shutil.copytree(checkpoint(), tmp_path / "base")
+    gated_adapter(load(base), tmp_path / "adapter")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=r"; if it was moved, say where to as base_model_name_or"):
+        load(tmp_path / "adapter")

@@ -187,8 +187,8 @@ def test_other_bad_data(tmp_path):
         load_rows([second, write(tmp_path / "f.jsonl", [talk])])
     (tmp_path / "g.jsonl").write_text('{"text": "a"}', encoding="utf-8-sig")
     assert read(str(tmp_path / "g.jsonl")) == [{"text": "a"}]
-    (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"e\.jsonl"):
+    (tmp_path / "e.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"e\.jsonl: line 2 is not in UTF-8: "):
         load_rows([str(tmp_path / "e.jsonl")])
 
 

@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 import forked
 import pytest
 import torch
+import trainers
 import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from setblock import nano
+from setblock import batches, nano
 from setblock.cli import main
 from setblock.generation import generate
 from setblock.loading import load
@@ -165,6 +166,22 @@ def test_nano_lossless(tmp_path):
     table = (tmp_path / "nano-lossless.md").read_text()
     assert "| token by token | " in table
     assert "| 100.0% | 1.00 | 1 | " in table
+
+
+def test_own_loop(monkeypatch, tmp_path):
+    """Its loss is the trainer's; what it saves is a MODEL."""
+    own_loop, run_here = imported(monkeypatch, "own_loop")
+    rows = [{name: [*ids, 2] for name, ids in row.items()} for row in trainers.samples(4)]
+    run = trainers.trainer(tmp_path, rows, max_steps=1, train_sampling_strategy="sequential")
+    network = trainers.network()
+    run.train()
+    filled = [batches.fill_behind_end(row, [2], 15) for row in rows]
+    batch = batches.Collator(0)([row | {"sample_id": n} for n, row in enumerate(filled)])
+    loss = own_loop.step_loss(network, batch, run.mask_token_id, [2], 0, run.args.seed)
+    assert [loss.item()] == pytest.approx(trainers.logged(run, "loss"), abs=1e-5)
+    told = run_here("--output-dir", tmp_path / "loop", "--steps", 1)
+    assert re.search(r"step 1: \d\.\d+ nats per label\nsaved to ", told)
+    assert load(tmp_path / "loop").trained
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")

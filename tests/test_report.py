@@ -85,6 +85,10 @@ def test_everything_is_shown(run, folder, records, tmp_path):
     ):
         assert f"\n## {title}" in text
     scores = json.loads(records["scores"].read_text())
+    assert scores["comparisons"]
+    for one in scores["comparisons"]:
+        bounds = [f"{100 * end:.1f}" for end in one["score_difference_interval"]]
+        assert f"| {100 * one['score_difference']:.1f} | {' to '.join(bounds)} |" in text
     for line in scores["results"]:
         assert f"| {line['score']:.1%} |" in text
         bounds = line["tokens_per_forward_interval"]
@@ -106,6 +110,26 @@ def test_everything_is_shown(run, folder, records, tmp_path):
             assert len(answer["tokens"]) == len(answer["reveal_step"]) == len(answer["entropy"])
             assert max(answer["reveal_step"]) <= answer["nfe"]
             assert answer["name"].startswith(f"{folder.name}, ")
+
+
+def test_a_curve_is_one_decoder_s(records) -> None:
+    """Its lines differ in the parameter of the solver alone."""
+    line = json.loads(records["scores"].read_text())["results"][0] | {"mode": "sbd", "model": "m"}
+    ways = [("entropy:0.1", 16, 3.0), ("entropy:0.2", 16, 2.0), ("entropy:0.1", 8, 2.0)]
+    ways += [("prefix:0.9", 16, 2.0)]
+    lines = [
+        line | {"solver": s, "settings": {"block_size": k}, "tokens_per_forward": rate}
+        for s, k, rate in ways
+    ]
+    found = {
+        name: [lines.index(one) for one in some] for name, some in report.curves(lines).items()
+    }
+    task = line["task"]
+    assert found == {
+        f"{task}, m sbd entropy k=16": [1, 0],
+        f"{task}, m sbd entropy k=8": [2],
+        f"{task}, m sbd prefix k=16": [3],
+    }
 
 
 def test_one_kind_alone(run, records, tmp_path):

@@ -311,6 +311,7 @@ def test_other_prompts_in_the_same_folder(words, prompts, monkeypatch, capsys, c
 
 def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:
     rows = [{"prompt": "x" * (240 if n % 2 else 3) + str(n)} for n in range(8)]
+    rows += [rows[0]] * 2
     file = write(tmp_path / "long.jsonl", rows)
     asked = TrainingRun(
         str(checkpoint("llama")), [str(file)], tmp_path / "out", method="gated", answers="model",
@@ -318,7 +319,8 @@ def test_prompts_without_room_are_in_neither_part(checkpoint, tmp_path) -> None:
     )  # fmt: skip
     told: list[str] = []
     assert learn(asked, [*STEPS, "--use-cpu"], 2, told.append)["rows"] == 2
-    assert told[0].startswith("4 of 8 prompts are left out of the data: they have more than 240")
+    assert told[0].startswith("4 of 10 prompts are left out of the data: they have more than 240")
+    assert told[1] == "2 of 6 prompts are left out of the data: they are there already"
     kept = (tmp_path / "out" / "_run" / "held_out.jsonl").read_text()
     assert [json.loads(line)["prompt"] for line in kept.splitlines()] == ["xxx0", "xxx4"]
 

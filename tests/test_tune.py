@@ -294,6 +294,14 @@ def test_a_baseline_that_is_never_right(model, items, judge):
     assert all(one["rounding"] for one in tuned(half, items, VERIFIED)[0]["finalists"])
 
 
+def test_a_prompt_that_does_not_fit_is_told_before_any_forward(model, monkeypatch):
+    form = Form(TASKS["prompts"], chat=False)
+    asked = [Item(str(n), "question" * (40 if n == 7 else 1) + str(n), "", None) for n in range(12)]
+    monkeypatch.setattr(model, "forward", None)
+    with pytest.raises(ValueError, match=r"^prompt 7 has 322 tokens and leaves no room"):
+        tuned(model, asked, form=form)
+
+
 def test_items_without_right_answers(model):
     """Right is what token by token says."""
     form = Form(TASKS["prompts"], chat=False)

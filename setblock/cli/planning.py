@@ -144,7 +144,10 @@ def plan(
     ] = None,
     acceptance: Annotated[
         float | None,
-        typer.Option(help="Of drafted tokens in mode verified, as `evaluate` fits. Default: 0.8."),
+        typer.Option(
+            help="Of drafted tokens in mode verified, as `evaluate` fits. Default: the "
+            "checkpoint's, else 0.8."
+        ),
     ] = None,
     dispatch_ms: Annotated[
         float | None,
