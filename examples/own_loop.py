@@ -85,7 +85,9 @@ def main(output_dir: Annotated[Path, typer.Option()], steps: int = 3) -> None:
     network.save_pretrained(output_dir)
     model.tokenizer.save_pretrained(output_dir)
     settings = {"mask_token_id": model.mask_token_id, "block_size": BLOCK_SIZE}
-    write_settings(output_dir, mode="sbd", trained=True, **settings)
+    # What the checkpoint says of the weights that it had before is not true of these.
+    measured = {"slide": None, "acceptance": None, "verified": None}
+    write_settings(output_dir, mode="sbd", trained=True, **settings, **measured)
     typer.echo(f"saved to {output_dir}")
 
 

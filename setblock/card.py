@@ -26,6 +26,7 @@ USE = {
     "Mode sbd decodes\nwithout verification, for which a gated adapter needs far more training.",
     "ntp": "It decodes token by token.",
 }
+SPEEDUP = "`setblock speedup`"  # what chose, in a card that says so
 CHOSEN = (
     "By the clock `setblock speedup` chose, on prompts held out, {choice}: {speed:.2f} times as\n"
     "fast as token by token ({where}). `setblock tune FOLDER ...` chooses anew."

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import no_type_check
 
 import torch
@@ -132,12 +133,14 @@ class SBDConfig(SFTConfig):
             raise ValueError(f"idle_blocks must be one of {IDLE_BLOCKS}, got {self.idle_blocks!r}")
         if self.idle_blocks == "keep" and self.objective == "ntp":
             raise ValueError("idle_blocks 'keep' is for objective 'sbd', got 'ntp', which has none")
-        for name in ("min_block_size", "max_block_size", "end_fill", "mask_token_id"):
-            if not isinstance(value := getattr(self, name), int) and value is not None:
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-        for name in ("full_mask_share", "suffix_mask_share", "self_distill", "matp_weight"):
-            if not isinstance(value := getattr(self, name), (int, float)):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+        whole = ("min_block_size", "max_block_size", "end_fill", "mask_token_id")
+        for name in (*whole, "full_mask_share", "suffix_mask_share", "self_distill", "matp_weight"):
+            kind, words = (Integral, "a whole number") if name in whole else (Real, "a number")
+            value = getattr(self, name)
+            if value is None and name in ("end_fill", "mask_token_id"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{name} must be {words}, got {value!r}")
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -269,9 +269,9 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         content = path.read_bytes()
         try:
-            text = content.decode("utf-8-sig").replace("\r\n", "\n")
+            text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
+            line = error.object.count(b"\n", 0, error.start) + 1
             raise ValueError(f"line {line} is not in UTF-8: {error}") from error
         if path.suffix == ".json":
             values = json.loads(text)

@@ -64,6 +64,7 @@ HEADING = re.compile(r"[* ]*(?:[^\W\d_]|\d+[.)] +[^\W\d_])")
 ANSWER_IS = re.compile(
     r"(?<!this )answer\**(?: is|:)|^[#* \t]*(?:the )?(?:final )?answer[:* \t]*\n", re.I | re.M
 )
+SAYING = re.compile(r"(?!\s*```).*\w")  # a line that is no fence and no formula's bracket
 INTRODUCED = re.compile(r"\A\W*(?:[a-z]+ ){0,3}answer\**(?: is|:)", re.I)
 BRACES = re.compile(r"\\boxed *\{|[{}]|\\boxed *(-?\d(?:[\d.,]*\d)?|[^\s{}\\])")
 
@@ -89,7 +90,7 @@ def _marked(text: str, headings: bool = False) -> list[str]:
 def _answers(text: str) -> list[str]:
     """What the line behind each "answer is" says up to the next one, the last first."""
     said = ANSWER_IS.split(text)[:0:-1]
-    return [next(filter(re.compile(r"\w").search, one.split("\n")), "") for one in said]
+    return [next(filter(SAYING.match, one.split("\n")), "") for one in said]
 
 
 def _closing(text: str) -> list[str]:

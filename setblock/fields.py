@@ -39,7 +39,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
     "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,),
+    "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),
 }  # fmt: skip
+# Fields of the one protocol, which users of the other give by mistake.
+ELSEWHERE = {
+    "prompt": "/v1/completions",
+    "messages": "/v1/chat/completions",
+    "chat_template_kwargs": "/v1/chat/completions",
+}
 LARGEST = 2**63  # integers are below it, as seeds are
 # What may still become a stop text is looked for at every length of every one of them.
 MOST_STOPS, LONGEST_STOP = 16, 1_000
@@ -91,6 +98,8 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
     for name, value in body.items():
         if name in kinds:
             _check_value(name, value, kinds[name])
+        elif name in ELSEWHERE:
+            raise Refused(name, f"is for {ELSEWHERE[name]}")
         elif name not in NEUTRAL:
             raise Refused(name, "is not supported")
         elif not any(_same(value, one) for one in NEUTRAL[name]):

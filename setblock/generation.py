@@ -116,17 +116,14 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         given["slide"] = True
     solver = given.pop("solver")
     stop = given.pop("stop", ())
+    stop = (stop,) if isinstance(stop, str) else stop
     draws = {
         name: given.pop(name) for name in ("temperature", "top_p", "top_k", "seed") if name in given
     }
     return Settings(
         solver=parse(solver) if isinstance(solver, str) else solver,
         sampler=Sampler(**draws),
-        stop=(stop,)
-        if isinstance(stop, str)
-        else tuple(stop)
-        if isinstance(stop, Iterable)
-        else stop,
+        stop=tuple(stop) if isinstance(stop, Iterable) else stop,
         **given,
     )
 
@@ -175,7 +172,7 @@ class Generation:
     nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
     prefill_forwards: of the batch's longest prompt, see `Rows.encode`.
     reveal_step: for each token the forward (1 .. nfe) that revealed it.
-    entropy: for each token the entropy in nats of the distribution it was taken from.
+    entropy: for each token the entropy in nats of what was predicted there, without temperature.
     prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
     the batch that the row was part of, without what a caller of `stream` did in between.
     finish_reason: "eos", "stop" or "length".

@@ -81,7 +81,7 @@ def read(
 
 def _together(found: Measured) -> Measured:
     """What lines of several records are to one another, put into them."""
-    _tell_apart(found.scores)
+    tell_apart(found.scores)
     _pair_up(found)
     for one in found.comparisons:
         for side in SIDES:
@@ -146,7 +146,7 @@ def name_of(line: dict[str, Any]) -> str:
     return " ".join(filter(None, [*words, *line.get("apart", ())]))
 
 
-def _tell_apart(lines: Sequence[dict[str, Any]]) -> None:
+def tell_apart(lines: Sequence[dict[str, Any]]) -> None:
     """Have lines on one task that would have the same name say wherein they differ."""
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in lines:

@@ -11,7 +11,7 @@ from typing import Any
 
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
-from setblock.measured import Measured, name_of, read
+from setblock.measured import Measured, name_of, read, tell_apart
 from setblock.tune import words
 
 PAGE = Path(__file__).with_name("report.html")
@@ -146,10 +146,14 @@ def curves(lines: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     alone, by tokens per forward.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in sorted(lines, key=lambda line: line["tokens_per_forward"]):
-        solver = line["solver"] and line["solver"].partition(":")[0]
-        name = name_of({**line, "solver": solver})
-        found.setdefault(f"{line['task']}, {name}", []).append(line)
+    ordered = sorted(lines, key=lambda line: line["tokens_per_forward"])
+    rules = [(line["solver"] or "").partition(":")[0] for line in ordered]
+    decoders = [
+        {**one, "solver": rule, "apart": ()} for one, rule in zip(ordered, rules, strict=True)
+    ]
+    tell_apart(decoders)
+    for line, decoder in zip(ordered, decoders, strict=True):
+        found.setdefault(f"{line['task']}, {name_of(decoder)}", []).append(line)
     return dict(sorted(found.items()))
 
 

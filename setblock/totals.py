@@ -61,7 +61,8 @@ class Totals:
         sums = (
             *(losses.ntp_sum, losses.ntp_count, scores.right.sum() - matp_right),
             *(losses.matp_sum, losses.matp_count, matp_right),
-            *(scores.nats.detach()[text].sum(), text.sum(), scores.right[text].sum()),
+            scores.nats.detach().where(text, 0).sum(),
+            *(text.sum(), (scores.right & text).sum()),
             *(scores.chain_nats.detach().sum(), scores.chain_known.sum(), scores.chain_right.sum()),
             *(scores.divergence.detach()[taught].sum(), taught.sum()),
             *(maskable.sum(), (batch["document"] != PADDING).sum(), block_size, 1),
@@ -79,10 +80,10 @@ class Totals:
         counts[1].scatter_add_(1, slot, (supervised & (view.layout.block != CLEAN)).float())
         rate = (counts[1] / counts[0].clamp(min=1)).gather(1, slot)[supervised][noisy]
         tenth = (rate * self.NUM_RATES).long().clamp(max=self.NUM_RATES - 1)
-        right, text = scores.right[text].float(), text[noisy]
+        known, right = text[noisy].float(), (scores.right & text)[noisy].float()
         for (labels, rights), index in zip((tables[:2], tables[2:]), (offset, tenth), strict=True):
-            labels.index_add_(0, index[text], torch.ones_like(right))
-            rights.index_add_(0, index[text], right)
+            labels.index_add_(0, index, known)
+            rights.index_add_(0, index, right)
 
     def means(self) -> dict[str, float]:
         """Name -> mean, of a half only where it had labels."""

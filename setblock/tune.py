@@ -190,7 +190,8 @@ def tune(
     drafting = Candidate({**tried.drafting(model, min(batch_size, some)), **common})
     # A prompt that does not fit is told before anything is decoded, by its place in the data.
     ids = prompt_ids(model, items, form)
-    for options in (baseline.options, *({**one, **common} for one in tried.with_solvers(model))):
+    shapes = {(one["block_size"], one["slide"]): one for one in tried.with_solvers(model)}
+    for options in (baseline.options, *({**one, **common} for one in shapes.values())):
         finished(model, ids, **options)
     runs = {id(baseline): 0, id(drafting): 1}
     exact = model.dtype == torch.float32

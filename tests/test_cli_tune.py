@@ -9,6 +9,7 @@ import pytest
 from test_tune import items, judge
 
 from setblock import tune
+from setblock.card import with_choice
 from setblock.checkpoint import DRAFTING
 from setblock.cli.tuning import tell
 from setblock.generation import settings_for
@@ -60,7 +61,9 @@ def test_command(run, checkpoint, tmp_path, judge, capsys):
     assert "is there already" in run("tune", *words).error
     assert record["request"]["longest"] == 16
     assert load(folder).defaults["block_size"] != 16, "written since, and of no matter for this run"
+    (folder / "README.md").write_text(with_choice("", None, 1.0, "here"))
     shown = run("tune", *words, "--resume").out
+    assert f"{folder}/README.md still says what `setblock speedup` chose" in " ".join(shown.split())
     before = "verified, blocks of 3, 2 branches, 1 seed, lookup 4"
     assert f"written into {folder}/generation_config.json, where it was {before}" in shown
     assert "times fewer forwards than token by token" in shown

@@ -187,9 +187,13 @@ def test_other_bad_data(tmp_path):
         load_rows([second, write(tmp_path / "f.jsonl", [talk])])
     (tmp_path / "g.jsonl").write_text('{"text": "a"}', encoding="utf-8-sig")
     assert read(str(tmp_path / "g.jsonl")) == [{"text": "a"}]
-    (tmp_path / "e.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"e\.jsonl: line 2 is not in UTF-8: "):
-        load_rows([str(tmp_path / "e.jsonl")])
+    for mark in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "e.jsonl").write_bytes(mark + b'{"text": "a"}\n\xff')
+        with pytest.raises(ValueError, match=r"e\.jsonl: line 2 is not in UTF-8: "):
+            load_rows([str(tmp_path / "e.jsonl")])
+    for end in (b"\r\n", b"\r"):
+        (tmp_path / "h.jsonl").write_bytes(end.join([b'{"text": "a"}', b'{"text": "b"}']))
+        assert read(str(tmp_path / "h.jsonl")) == [{"text": "a"}, {"text": "b"}]
 
 
 def test_only_the_assistant_is_learned_from():

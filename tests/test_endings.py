@@ -164,6 +164,7 @@ NUMBERS = [
     ("so \\boxed -7 of 8", "-7"),
     ("The capital is the\nanswer.\nIt has 5 parts, 8 in all", "8"),
     ("The answer is:\n\n\\[\n18\n\\]\n\nThat's 2 nines.", "18"),
+    ("Answer:\n```python\n18\n```\nThat's 2 nines.", "18"),
     ("Answer:\n```\n18\n```\nThat's 2 nines.", "18"),
     ("#### 46,2004", "46"),
     ("1999,200", "200"),

@@ -282,6 +282,12 @@ def line(**changes) -> dict:
     }  # fmt: skip
 
 
+def test_the_table_says_in_what_blocks_verified_decoding_drafts():
+    drafting = {"mode": "verified", "solver": None, "settings": {"block_size": 5}}
+    assert "k=5" in "".join(shown([line(**drafting)], width=100))
+    assert "k=" not in "".join(shown([line(mode="verified", solver=None)], width=100))
+
+
 def test_the_table_has_a_row_for_every_line():
     numbers = ["91.5%", "86.8-94.6", "3.26", "12.3"]
     for other, model in (("runs/nano", ""), ("nano", "runs/nano ")):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from setblock import batches, nano
+from setblock.checkpoint import read_settings
 from setblock.cli import main
 from setblock.generation import generate
 from setblock.loading import load
@@ -180,7 +181,11 @@ def test_own_loop(monkeypatch, tmp_path):
     loss = own_loop.step_loss(network, batch, run.mask_token_id, [2], 0, run.args.seed)
     assert [loss.item()] == pytest.approx(trainers.logged(run, "loss"), abs=1e-5)
     told = run_here("--output-dir", tmp_path / "loop", "--steps", 1)
-    assert re.search(r"step 1: \d\.\d+ nats per label\nsaved to ", told)
+    assert re.search(r"step 1: \d\.\d+ nats per label\n", told)
+    assert f"saved to {tmp_path / 'loop'}\n" in told
+    settings = read_settings(str(tmp_path / "loop"))
+    assert settings["block_size"] == 16
+    assert not {"slide", "acceptance"} & settings.keys(), "measured for other weights"
     assert load(tmp_path / "loop").trained
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from conftest import UNCHECKED
 
 import setblock
 
@@ -113,6 +114,11 @@ def test_a_module_imports_only_from_below(module):
         assert LEVEL[other] < LEVEL[module], (
             f"{module} (level {LEVEL[module]}) imports {other} (level {LEVEL[other]})"
         )
+
+
+def test_files_without_type_checks_are_there():
+    here = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    assert here >= UNCHECKED
 
 
 def test_public_names():

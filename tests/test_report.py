@@ -121,6 +121,7 @@ def test_a_curve_is_one_decoder_s(records) -> None:
         line | {"solver": s, "settings": {"block_size": k}, "tokens_per_forward": rate}
         for s, k, rate in ways
     ]
+    lines.append(lines[3] | {"solver": "prefix:0.5", "dtype": "bfloat16"})
     found = {
         name: [lines.index(one) for one in some] for name, some in report.curves(lines).items()
     }
@@ -128,7 +129,8 @@ def test_a_curve_is_one_decoder_s(records) -> None:
     assert found == {
         f"{task}, m sbd entropy k=16": [1, 0],
         f"{task}, m sbd entropy k=8": [2],
-        f"{task}, m sbd prefix k=16": [3],
+        f"{task}, m sbd prefix k=16 dtype=float32": [3],
+        f"{task}, m sbd prefix k=16 dtype=bfloat16": [4],
     }
 
 

@@ -260,6 +260,8 @@ def test_checkpoints_know_their_mask_token(tmp_path):
         ({"max_block_size": 2048}, "max_block_size must be at most 1024, got 2048"),
         ({"min_block_size": 2.5}, r"min_block_size must be a whole number, got 2\.5"),
         ({"max_block_size": "8"}, "max_block_size must be a whole number, got '8'"),
+        ({"min_block_size": None}, "min_block_size must be a whole number, got None"),
+        ({"matp_weight": True}, "matp_weight must be a number, got True"),
         ({"end_fill": 1.5}, r"end_fill must be a whole number, got 1\.5"),
         ({"mask_token_id": "x"}, "mask_token_id must be a whole number, got 'x'"),
         ({"full_mask_share": "0.3"}, "full_mask_share must be a number, got '0.3'"),

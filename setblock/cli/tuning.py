@@ -151,6 +151,7 @@ def tune(
     with starting(model_name):
         from setblock import evaluate, nano
         from setblock import tune as tuning
+        from setblock.card import SPEEDUP
         from setblock.loading import fingerprint_of
         from setblock.names import BUNDLED
         from setblock.records import Journal, machine_of
@@ -232,6 +233,9 @@ def tune(
     if "mode" in written:
         place = Path(model_name) / "generation_config.json"
         out.print(f"written into {place}, where it was {tuning.words(line['before'])}")
+        card = place.with_name("README.md")
+        if card.is_file() and SPEEDUP in card.read_text(encoding="utf-8"):
+            out.print(f"{card} still says what {SPEEDUP} chose")
     elif "acceptance" in written:
         out.print(f"written into {model_name}: the acceptance alone")
     elif not write:
