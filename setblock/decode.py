@@ -219,9 +219,10 @@ class DecodeState(Rows):
 
     by_token_until  [batch] positions before this are decoded token by token: all in mode "ntp", in
                     mode "sbd" the rest of a block that fell back.
+    steps           [batch] forwards that the row's block has had
     """
 
-    PER_ROW = (*Rows.PER_ROW, "by_token_until")
+    PER_ROW = (*Rows.PER_ROW, "by_token_until", "steps")
 
     def __init__(
         self,
@@ -235,6 +236,7 @@ class DecodeState(Rows):
         # another row's.
         super().__init__(model, prompts, rows, settings, scratch=self.block_size)
         self.by_token_until = np.zeros_like(self.start) if self.block_size else self.limit + 1
+        self.steps = np.zeros_like(self.start)
 
     def step(self) -> Bool[ndarray, "batch length"]:
         cached, sliding = self.cache.lengths, self.settings.slide
@@ -265,7 +267,7 @@ class DecodeState(Rows):
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
-        predictions = Predictions(logits)
+        predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
@@ -281,8 +283,9 @@ class DecodeState(Rows):
             reveal |= solved
         else:
             chosen, nats = to_host(chosen, nats)
-        revealed = self._reveal(reveal, slots, chosen, nats)
+        revealed, begun = self._reveal(reveal, slots, chosen, nats), self.start
         self._move_on(slots, yields)
+        self.steps = np.where(self.start == begun, self.steps + blocks, 0)
         return revealed
 
     def _fall_back(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from setblock import imported
 from setblock.files import end_last_line, lines_of, write_whole
 
 
@@ -31,6 +32,7 @@ def new_record() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+        **({"imported": dict(imported.FILES)} if imported.FILES else {}),
         "results": [],
     }
 
@@ -139,8 +141,8 @@ class Journal:
         if isinstance(old["request"], dict):
             stays = {name: old["request"][name] for name in self.kept if name in old["request"]}
             self.record["request"] |= stays
-        for name in ("request", "commit", "versions"):
-            now = json.loads(json.dumps(self.record[name]))
+        for name in ("request", "commit", "versions", "imported"):
+            now = json.loads(json.dumps(self.record.get(name)))
             if old.get(name) != now:
                 raise ValueError(
                     f"resume: {path} was made by another {name}: {_difference(old.get(name), now)}"

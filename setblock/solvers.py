@@ -7,6 +7,7 @@ mask token's column, since that token is never generated.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
+
+from setblock.transfer import to_device
 
 Logits = Float[Tensor, "batch block vocab"]
 Score = Float[Tensor, "batch block"]
@@ -27,8 +30,14 @@ Order = Literal["entropy", "confidence", "margin"]
 class Predictions:
     """What a model predicts at each position of a block; each score is computed once."""
 
-    def __init__(self, logits: Logits) -> None:
-        self.logits = logits
+    def __init__(
+        self,
+        logits: Logits,
+        places: Int[ndarray, "batch block"] | None = None,
+        steps: Int[ndarray, " batch"] | None = None,
+    ) -> None:
+        """places, steps: what `place` and `step` are, on the host; None outside a decoding run."""
+        self.logits, self._places, self._steps = logits, places, steps
 
     @cached_property
     def probability(self) -> Logits:
@@ -51,6 +60,24 @@ class Predictions:
         first, second = self.probability.topk(2).values.unbind(-1)
         return first - second
 
+    @cached_property
+    def place(self) -> Int[Tensor, "batch block"]:
+        """Of each position in the row's answer, whose first token has place 0."""
+        return self._told("place", self._places)
+
+    @cached_property
+    def step(self) -> Int[Tensor, " batch"]:
+        """How many forwards each row's block had before this one; a block that slides is a new one
+        in every forward.
+        """
+        return self._told("step", self._steps)
+
+    def _told(self, name: str, value: ndarray | None) -> Tensor:
+        if value is None:
+            raise ValueError(f"predictions outside a decoding run have no {name}")
+        [told] = to_device(self.logits.device, value)
+        return told
+
 
 class Certain(Predictions):
     """Predictions whose scores leave no doubt at some positions; logits and probabilities are the
@@ -58,7 +85,7 @@ class Certain(Predictions):
     """
 
     def __init__(self, predictions: Predictions, certain: Positions) -> None:
-        super().__init__(predictions.logits)
+        super().__init__(predictions.logits, predictions._places, predictions._steps)
         self.before, self.certain = predictions, certain
 
     @cached_property
@@ -81,8 +108,8 @@ class Solver(Protocol):
     def reveal(self, predictions: Predictions, masked: Positions) -> Positions:
         """The masked positions to reveal now: of each row with one, one at least.
 
-        predictions: logits [batch, slots, vocab], probability, entropy in nats, confidence and
-        margin of every slot. masked: [batch, slots], like the result.
+        predictions: logits [batch, slots, vocab], probability, entropy in nats, confidence, margin
+        and place of every slot, step [batch] of every row. masked: [batch, slots], like the result.
         """
         ...
 
@@ -266,6 +293,22 @@ FORMS: dict[str, tuple[Callable[..., Solver], type[int] | type[float], str]] = {
 }
 
 
+def register(
+    name: str, make: Callable[..., Solver], kind: type[int] | type[float] = float, field: str = "X"
+) -> None:
+    """Have `parse`, and with it the command line, know a rule of one's own as "name:FIELD".
+
+    make: gives the rule of a number of this kind; its `str` must be such a text.
+    Raises: ValueError for a name that is taken, or that can't stand before a colon.
+    """
+    if name in FORMS or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise ValueError(
+            "a solver's name must be lower-case letters, digits and dashes, and none of "
+            f"{', '.join(FORMS)}; got {name!r}"
+        )
+    FORMS[name] = make, kind, field
+
+
 def parse(text: str) -> Solver:
     """The solver that this text names, such as "entropy:0.35".
 
@@ -279,7 +322,11 @@ def parse(text: str) -> Solver:
         except ValueError:
             whole = "a whole number" if kind is int else "a number"
             raise ValueError(f"{field} must be {whole}, got {number!r}") from None
-        return make(value)
+        solver = make(value)
+        told = f"{name}:{value}"
+        if str(solver) != told:
+            raise ValueError(f"its __str__ must be {told!r}, got {str(solver)!r}")
+        return solver
     except (KeyError, ValueError) as error:
         forms = ", ".join(f"{form}:{field}" for form, (_, _, field) in FORMS.items())
         reason = f" ({error})" if name in FORMS else ""

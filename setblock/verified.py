@@ -149,9 +149,10 @@ class SolverDrafts(VerifiedRows):
 
     The block is [last final token, masks]; its forwards leave nothing in the cache.
     drafting  [batch] whether the row's next forward drafts
+    steps     [batch] forwards that the row's block has had
     """
 
-    PER_ROW = (*VerifiedRows.PER_ROW, "drafting")
+    PER_ROW = (*VerifiedRows.PER_ROW, "drafting", "steps")
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class SolverDrafts(VerifiedRows):
         size = min(settings.block_size, settings.max_new_tokens)
         super().__init__(model, prompts, rows, settings, scratch=size, width=size - 1)
         self.drafting = np.zeros(self.start.shape, dtype=bool)
+        self.steps = np.zeros_like(self.start)
 
     def step(self) -> Bool[ndarray, "batch length"]:
         cached = self.cache.lengths
@@ -184,6 +186,7 @@ class SolverDrafts(VerifiedRows):
         longest = int(np.where(verifying, self.length, 0).max())
         _, revealed = self._verify(logits[:, : longest + 1], verifying)
         self.draft = np.where(verifying[:, None], self.model.mask_token_id, self.draft)
+        self.steps = np.where(drafting, self.steps + 1, 0)
         self.drafting = self._open().any(axis=1)
         done = drafting & ~self.drafting
         self.length = np.where(done, self._useful(self.draft), 0)
@@ -205,7 +208,8 @@ class SolverDrafts(VerifiedRows):
         logits = self._chained(logits, context, places, self.draft)
         open_slots = self._open() & self.drafting[:, None]
         [masked] = to_device(logits.device, open_slots)
-        reveal = revealed_by(self.settings.solver, Predictions(logits), masked)
+        predictions = Predictions(logits, places - self.prompt_end[:, None], self.steps)
+        reveal = revealed_by(self.settings.solver, predictions, masked)
         rows = torch.from_numpy(self.rows)
         chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
         reveal, chosen = to_host(reveal, chosen)

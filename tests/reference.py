@@ -1,5 +1,6 @@
 """Slow and obvious versions: the specification that the package is tested against."""
 
+import numpy as np
 import torch
 
 from setblock import gated
@@ -26,7 +27,7 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
         room = settings.max_new_tokens - len(answer) if settings.slide else size
         block += [model.mask_token_id] * (min(size, room) - len(block))
         steps += [0] * (len(block) - len(steps))
-        by_token, seed = not sbd, settings.slide or settings.next_token_seed
+        by_token, seed, asked = not sbd, settings.slide or settings.next_token_seed, 0
         while any(
             eligible := [
                 token == model.mask_token_id
@@ -64,7 +65,9 @@ def decode(model, prompt: list[int], settings, row: int = 0) -> tuple[list[int],
                     if exact is not None:  # to the solver it is certain, and one token revealed
                         masked[0, exact], told[0, exact] = True, -torch.inf
                         told[0, exact, chosen[0, exact]] = 0
-                    reveal |= settings.solver.reveal(Predictions(told), masked)
+                    places = (position - len(prompt)).numpy(), np.array([asked])
+                    reveal |= settings.solver.reveal(Predictions(told, *places), masked)
+                    asked += 1
             for i in reveal[0].nonzero()[:, 0].tolist():
                 block[i], steps[i] = int(chosen[0, i]), forwards
             if settings.slide:

@@ -2,9 +2,11 @@
 
 import errno
 import gc
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from conftest import SHORT, api, copied
 from safetensors import SafetensorError
 from stops import STOPS
 
-from setblock import cli, generation
+from setblock import cli, generation, imported, solvers
 
 # Errors: one line on stderr, exit code not 0
 
@@ -366,6 +368,69 @@ def test_what_is_left_at_the_end_is_searched_for_tritons_sake_alone(monkeypatch,
 # All options
 
 
+RULE = """
+from setblock.solvers import register
+
+class Mine:
+    def __str__(self):
+        return "mine:2"
+
+    def reveal(self, predictions, masked):
+        return masked if predictions.logits.shape[0] == 1 else masked + "a"
+
+register("mine", lambda n: Mine(), int, "N")
+"""
+
+
+def test_import(run, tmp_path, monkeypatch):
+    """A rule of the user's own at the command line; records name its file."""
+    monkeypatch.setattr(solvers, "FORMS", dict(solvers.FORMS))
+    monkeypatch.setattr(imported, "FILES", {})
+    monkeypatch.chdir(tmp_path)
+    Path("rule.py").write_text(RULE, encoding="utf-8")
+    own, out = ["--import", "rule.py"], tmp_path / "scores.json"
+    words = ["evaluate", "nano", "--task", "json", "--limit", 2, "--mode", "sbd", "--no-slide"]
+    words += ["--max-new-tokens", 16, "--solver", "mine:2", "--out", out]
+    told = run(*own, *words, "--batch-size", 1, "--json")
+    record = json.loads(told.out)
+    digest = hashlib.sha256(RULE.encode()).hexdigest()
+    assert record["imported"] == {"rule.py": digest}
+    assert record["results"][0]["solver"] == "mine:2"
+    assert record["results"][0]["tokens_per_forward"] > 8
+    solvers.FORMS.pop("mine")
+    Path("rule.py").write_text(RULE + "# changed", encoding="utf-8")
+    told = run(*own, *words, "--batch-size", 1, "--resume")
+    assert "was made by another imported" in told.err
+    assert "solver must be one of" not in told.err
+    solvers.FORMS.pop("mine")
+    out.unlink()
+    out.with_suffix(".samples.jsonl").unlink()
+    told = run("--import=rule.py", *words, "--batch-size", 2)
+    assert re.search(r"unsupported operand.* \(\S+rule.py, line 9\)$", told.err.strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "x = 1\ny = x / 0", r"--import a.py: ZeroDivisionError: .* \(\S+a.py, line 2\)$"),
+        ("a.py", "x = (", r"--import a.py: SyntaxError: '\(' was never closed \(a.py, line 1\)$"),
+        ("a.txt", "x = 1", r"--import must be a Python file, FILE.py, got 'a.txt'$"),
+        ("a.py", None, r"No such file or directory: 'a.py'$"),
+    ],
+)
+def test_import_of_what_is_no_code(run, tmp_path, monkeypatch, name, text, message):
+    monkeypatch.setattr(imported, "FILES", {})
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).write_text(text, encoding="utf-8")
+    assert re.search(message, run("--import", name, "generate", "nano", "a").err.strip())
+
+
+def test_import_goes_first(run):
+    told = run("generate", "nano", "--import", "a.py")
+    assert "--import goes before the command: setblock --import FILE.py COMMAND" in told.err
+
+
 def test_version(run):
     assert run("--version").out.strip() == version("setblock")
 
@@ -399,6 +464,7 @@ FILES = {
 def test_every_option_is_typed():
     app: Any = typer.main.get_command(cli.app)
     assert FILES.keys() == app.commands.keys()
+    assert [option for one in app.params for option in one.opts] == ["--version", "--import"]
     for name, command in app.commands.items():
         folder, names = Path(__file__).parent, FILES[name].split()
         typed = "".join((folder / one).read_text() for one in names)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jaxtyping
@@ -256,6 +257,45 @@ class Rule:
     def reveal(self, predictions, masked):
         first = masked & (masked.cumsum(-1) == 1)
         return first & self.first | ~masked & self.others
+
+
+class Timed(Rule):
+    """One that goes by place and step: of the answer's even places all, of odd ones the first few,
+    more in each forward.
+    """
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def reveal(self, predictions, masked):
+        self.seen.append((predictions.place.tolist(), predictions.step.tolist()))
+        odd = masked & (predictions.place % 2 == 1)
+        few = odd & (odd.cumsum(-1) <= predictions.step[:, None])
+        first = masked & (masked.cumsum(-1) == 1)
+        return first | (masked & ~odd & (predictions.step[:, None] > 0)) | few
+
+
+@pytest.mark.parametrize("how", [{}, {"next_token_seed": True}, {"slide": True}, {"fallback": 1.0}])
+def test_a_rule_of_one_s_own_is_told_place_and_step(networks, how):
+    for model in networks.values():
+        options: Any = {"mode": "sbd", "block_size": 7, "max_new_tokens": 25, **how}
+        assert_equals_oracle(model, PROMPTS, solver=Timed(), **options)
+
+
+def test_what_a_rule_is_told_of_a_block():
+    rule, none = Timed(), {"ignore_eos": True, "solver": Rule(True, False)}
+    options: Any = {"block_size": 3, "max_new_tokens": 6, **none}
+    generate(TableModel.random(), [PROMPTS[0]], mode="sbd", **options | {"solver": rule})
+    first, second = [0, 1, 2], [3, 4, 5]
+    assert rule.seen == [([first], [0]), ([first], [1]), ([second], [0]), ([second], [1])]
+    rule = Timed()
+    how: Any = {"mode": "verified", "draft": "solver", **options, "solver": rule}
+    [found] = generate(TableModel.random(), [PROMPTS[0]], **how)
+    starts = [place[0][0] for place, _ in rule.seen]
+    assert starts[0] == 1, "behind the token that the prompt's forward gives"
+    for (place, step), (later, following) in pairwise(rule.seen):
+        assert following == ([step[0] + 1] if later == place else [0])
+    assert found.num_tokens == 6
 
 
 class Answers(Rule):

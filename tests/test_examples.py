@@ -4,9 +4,11 @@ import functools
 import importlib
 import json
 import re
+from collections import Counter
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import forked
@@ -14,10 +16,11 @@ import pytest
 import torch
 import trainers
 import typer
+from fakes import TableModel
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from setblock import batches, nano
+from setblock import batches, nano, solvers
 from setblock.checkpoint import read_settings
 from setblock.cli import main
 from setblock.generation import generate
@@ -43,7 +46,7 @@ def test_every_option_is_typed_by_a_test():
         source = script.read_text()
         names = (f'"{script.name}"', f'"{script.stem}"')  # in a process, or imported
         assert any(name in typed for name in names), f"no test runs {script.name}"
-        main = source[source.index("def main(") :]
+        main = source.partition("def main(")[2]
         for name in re.findall(r"^    (\w+): Annotated\[[^=]*?typer\.Option", main, re.M):
             option = "--" + name.replace("_", "-")
             assert f'"{option}"' in typed, f"no test types {option} of {script.name}"
@@ -167,6 +170,19 @@ def test_nano_lossless(tmp_path):
     table = (tmp_path / "nano-lossless.md").read_text()
     assert "| token by token | " in table
     assert "| 100.0% | 1.00 | 1 | " in table
+
+
+def test_own_rule(monkeypatch):
+    """The cosine schedule: of a block of 8 in 4 forwards 1, 2, 2 and 3 positions."""
+    monkeypatch.setattr(solvers, "FORMS", dict(solvers.FORMS))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    importlib.import_module("own_rule")
+    options: Any = {"mode": "sbd", "block_size": 8, "max_new_tokens": 24, "ignore_eos": True}
+    [found] = generate(TableModel.random(), [[5]], solver="cosine:4", **options)
+    counts = Counter(found.reveal_step)
+    assert [counts[forward] for forward in sorted(counts)] == [1, 2, 2, 3] * 3
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        solvers.parse("cosine:0")
 
 
 def test_own_loop(monkeypatch, tmp_path):

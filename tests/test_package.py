@@ -16,11 +16,10 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files", "conversations", "signals", "names", "masks", "endings"),
+    ("files", "conversations", "signals", "names", "masks", "endings", "transfer", "imported"),
     (
         "solvers",
         "execution",
-        "transfer",
         "attention",
         "shared",
         "chain",

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from typing import cast
 
 import pytest
@@ -433,3 +434,37 @@ def test_an_unknown_order_is_refused():
 def test_entropy_prefix_refuses_a_bad_gamma(gamma):
     with pytest.raises(ValueError, match=f"^gamma must be a number from 0 to inf, got {gamma}$"):
         entropy_prefix(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), gamma)
+
+
+class Mine:
+    def __init__(self, x: float, told: str | None = None) -> None:
+        self.told = f"mine-2:{x}" if told is None else told
+
+    def __str__(self) -> str:
+        return self.told
+
+    def reveal(self, predictions, masked):
+        return masked
+
+
+def test_a_rule_of_one_s_own_gets_a_name(monkeypatch):
+    monkeypatch.setattr(solvers, "FORMS", dict(FORMS))
+    solvers.register("mine-2", Mine, field="TAU")
+    assert str(parse("mine-2:0.5")) == "mine-2:0.5"
+    with pytest.raises(ValueError, match=r"prefix:TAU, mine-2:TAU; got 'x'$"):
+        parse("x")
+    with pytest.raises(ValueError, match=r"TAU must be a number, got 'much'"):
+        parse("mine-2:much")
+    for name in ("mine-2", "entropy", "a:b", "", "Mine"):
+        with pytest.raises(ValueError, match=f"^a solver's name must be .*got '{name}'$"):
+            solvers.register(name, Mine)
+    solvers.register("other", partial(Mine, told="mine-2:3"))
+    with pytest.raises(ValueError, match=r"\(its __str__ must be 'other:1.0', got 'mine-2:3'\)$"):
+        parse("other:1")
+
+
+def test_predictions_outside_a_run_have_no_place():
+    predictions = Predictions(torch.zeros(1, 2, 3))
+    for name in ("place", "step"):
+        with pytest.raises(ValueError, match=f"outside a decoding run have no {name}$"):
+            getattr(predictions, name)

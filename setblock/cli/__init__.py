@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 from typer.models import CommandInfo
 
+from setblock import imported
 from setblock.cli import (
     answering,
     benchmarking,
@@ -84,7 +85,8 @@ def _leave_at_once() -> None:
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     atexit.register(_leave_at_once)
-    served = sys.argv[1:2] == ["serve"]  # whose server has handlers of its own
+    command, *words = [*_behind_imports(sys.argv[1:]), ""]
+    served = command == "serve"  # whose server has handlers of its own
     came: list[str] = []
     try:
         with nullcontext([]) if served else stop_at_once(signal.SIGTERM) as came:
@@ -95,6 +97,8 @@ def main() -> None:
         message = _told(error).replace(": Value error, ", ": ")
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
             message += "; what begins with a dash and is no option goes last, after --"
+        if message.startswith("No such option: --import"):
+            message = "--import goes before the command: setblock --import FILE.py COMMAND ..."
         fail(message or "a command is missing", error.exit_code)
     except OSError as error:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
@@ -102,7 +106,7 @@ def main() -> None:
             fail(f"{str(error.filename)!r} is a file, not a folder", 1)
         fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number
     except (ValueError, TypeError, ImportError) as error:
-        fail(str(error) or type(error).__name__, 1)
+        fail((str(error) or type(error).__name__) + imported.place_of(error), 1)
     except Exception as error:
         from safetensors import SafetensorError  # a full disk, to this library
 
@@ -117,16 +121,23 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until it has ended
     if code == 130:  # typer's answer to Ctrl-C, and to what a signal raised
         how, code = told(Stopped(*came[:1]))
-        out = _out_of(sys.argv[2:])
+        out = _out_of(words)
         ways = {
             "evaluate": ": what is done is kept, go on with --resume",
             "tune": ": what is done is kept, go on with --resume",
             "benchmark": f": the rounds that were whole are in {out}",
         }
-        way = ways.get(sys.argv[1], "") if out is not None and out.is_file() else ""
-        if sys.argv[1] == "speedup":
+        way = ways.get(command, "") if out is not None and out.is_file() else ""
+        if command == "speedup":
             way = ": what is done is kept, the same command goes on"
         fail(how + way, code)
+
+
+def _behind_imports(words: list[str]) -> list[str]:
+    """The words from the command's name on."""
+    while words and words[0].partition("=")[0] == "--import":
+        words = words[1 if "=" in words[0] else 2 :]
+    return words
 
 
 def _out_of(words: list[str]) -> Path | None:

@@ -6,12 +6,15 @@ import sys
 import warnings
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
+
+from setblock import imported
 
 if TYPE_CHECKING:
     from setblock.model import Model
@@ -43,8 +46,20 @@ def _common(
         bool | None,
         typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit."),
     ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE.py",
+            help="Run this Python file first, which makes solvers of your own known by "
+            "setblock.solvers.register. Before the command; may be given again.",
+        ),
+    ] = None,
 ) -> None:
     """Set block decoding: several tokens per forward from an ordinary causal language model."""
+    for path in files or ():
+        with starting():
+            imported.run(path)
 
 
 class Mode(StrEnum):
