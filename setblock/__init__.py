@@ -15,7 +15,7 @@ __all__ = ["Generation", "Model", "ModelError", "Reveal", "generate", "load", "s
 _HOMES = {
     "Generation": "generation",
     "Model": "model",
-    "ModelError": "checkpoint",
+    "ModelError": "names",
     "Reveal": "generation",
     "generate": "generation",
     "load": "loading",

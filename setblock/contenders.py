@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from setblock import machines
 from setblock.architectures import own_attention
 from setblock.generation import Options, generate
 from setblock.masks import CLEAN, Layout
@@ -225,8 +224,7 @@ def vllm(model: Model, longest: int, batch_size: int, max_new_tokens: int) -> It
         free, total = torch.cuda.mem_get_info(model.device)
         given["gpu_memory_utilization"] = 0.9 * free / total
     else:
-        sizes = machines.dimensions_of(model.network.config)
-        cache_bytes = 2 * sizes.layers * sizes.cache * width * batch_size * model.dtype.itemsize
+        cache_bytes = model.least_bytes(width * batch_size) - model.weight_bytes
         given["enforce_eager"] = True
         own |= {
             "VLLM_CPU_KVCACHE_SPACE": str(1 + math.ceil(cache_bytes / 2**30)),

@@ -207,27 +207,16 @@ def unsupported(settings: dict[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in (*SHARED, *HARMLESS, "setblock", "suppress_tokens")
         if value not in (None, False, [], {})
-        if name not in standard or value not in (standard[name], *_NEUTRAL.get(name, ()))
+        if not (name in standard and value == standard[name])
+        if not (name in _OFF_AT_ONE and value == 1)
     }
 
 
-# Values that say "off" in another way than by being transformers' default.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "repetition_penalty": (1.0,),
-    "length_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "min_length": (0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "diversity_penalty": (0.0,),
-    "num_beam_groups": (1,),
-    "guidance_scale": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,),
-}
+# Settings that are off at 1, whatever transformers' default is; others that are 0 are off as well.
+_OFF_AT_ONE = (
+    *("num_beams", "num_return_sequences", "num_beam_groups", "repetition_penalty"),
+    *("encoder_repetition_penalty", "length_penalty", "typical_p", "guidance_scale"),
+)
 
 
 def _wrapped(network: Any, tokenizer: Any, settings: dict[str, Any] | None) -> Model:

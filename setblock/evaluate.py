@@ -94,9 +94,10 @@ def _answered(
         index, generation = answer
         if index in done:  # counted when it was first decoded
             continue
-        sample = _sample(model, prompts[index], index, problems[index].key, generation)
-        correct = check(problems[index], generation.text) if check else None
-        score.samples.append(replace(sample, correct=correct, wall_s=seconds))
+        item = problems[index]
+        correct = check(item, generation.text) if check else None
+        sample = _sample(model, prompts[index], index, item.key, generation, correct, seconds)
+        score.samples.append(sample)
         on_progress(score)
 
 
@@ -137,7 +138,7 @@ def run(
     drafting &= not settings.lookup and settings.lenience == 1
     acceptance = None
     if drafting and settings.block_size > 1:
-        acceptance = acceptance_of(settings, result["tokens_per_forward"])
+        acceptance = acceptance_fitting(settings, result["tokens_per_forward"])
     longest = max(
         sum(len(prompts[row]) + settings.num_slots for row in rows)
         for rows in batches(prompts, batch_size)
@@ -160,7 +161,7 @@ def run(
     return line, score
 
 
-def acceptance_of(settings: Settings, tokens_per_forward: float) -> float:
+def acceptance_fitting(settings: Settings, tokens_per_forward: float) -> float:
     """The acceptance of drafts by branches, in blocks of 2 and more, that fits what was measured.
 
     See roofline.best_spending.
@@ -171,15 +172,21 @@ def acceptance_of(settings: Settings, tokens_per_forward: float) -> float:
 
 
 def _sample(
-    model: Model, prompt: list[int], index: int, key: str, generation: Generation
+    model: Model,
+    prompt: list[int],
+    index: int,
+    key: str,
+    generation: Generation,
+    correct: bool | None,
+    seconds: float,
 ) -> Sample:
-    """The sample of a generation, not yet checked or timed."""
+    """The sample of a generation."""
     ids = generation.token_ids
     judged = likelihood.next_tokens(model, [*prompt, *ids], len(prompt))
     return Sample(
         index=index,
         key=key,
-        correct=None,
+        correct=correct,
         text=generation.text,
         token_ids=ids,
         finish_reason=generation.finish_reason,
@@ -188,7 +195,7 @@ def _sample(
         entropy_nats=sum(generation.entropy),
         logprob_nats=float(judged.logprobs.double().sum()),
         repetition=repetition(ids),
-        wall_s=0.0,
+        wall_s=seconds,
         reveal_step=generation.reveal_step,
     )
 

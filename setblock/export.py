@@ -51,7 +51,6 @@ def export(model: Model, folder: Path) -> None:
     write_settings(folder, **model.settings)
     path = folder / "generation_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    content.pop("_from_model_config", None)  # with it, transformers drops what it does not know
     dropped = unsupported(content)
     if content.get("suppress_tokens"):
         dropped["suppress_tokens"] = content["suppress_tokens"]

@@ -60,7 +60,7 @@ def finetune(
     del facts["results"]
     config = parse_config(run, arguments)
     if config.process_index:  # the first rank speaks for all
-        say = _silent
+        say = lambda line: None  # noqa: E731
     checkpoint = last_checkpoint(run.output_dir, run.resume, say)
     names = run.split, run.prompt_field, run.completion_field
     settings = settings_of_run(run, config)
@@ -137,7 +137,7 @@ def finetune(
     facts_of_run = {"chat": chat, "output_dir": str(run.output_dir), "rows": len(rows)}
     trainer.provenance = {**asdict(run), **facts_of_run}
     cost = estimate(trainer, done=0 if state is None else state.global_step)
-    if state is None or not finished:
+    if not finished:
         say(describe(cost))
     if trainer.is_world_process_zero():
         save_record(settings, settings_file)
@@ -332,10 +332,6 @@ def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:
             f"{model.context_length}"
         )
     config.max_length = model.context_length  # trl's default is more than this model can take
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _settings_of(model: Model) -> dict[str, Any]:

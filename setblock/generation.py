@@ -241,21 +241,22 @@ def generate(
     model without BOS or one that leaves too little room in the model's context.
     """
     ids = encode(model, prompts, chat)
-    results = dict(finished(model, ids, batch_size=batch_size, **options))
+    results = dict(finished(model, ids, batch_size, **options))
     return [results[row] for row in range(len(ids))]
 
 
 def finished(
     model: Model,
-    prompts: Prompts,
-    *,
-    chat: bool = False,
+    ids: list[list[int]],
     batch_size: int | None = None,
     skip: Collection[int] = (),
     **options: Unpack[Options],
 ) -> Iterator[tuple[int, Generation]]:
-    """(row, its result) of every row as it ends; arguments and errors as for `stream`."""
-    ids = encode(model, prompts, chat)
+    """(row, its result) of every row as it ends.
+
+    ids: as `encode` gives them.
+    skip: rows that need no answer; what is decoded together with others is decoded all the same.
+    """
     reveals = _stream(model, ids, batch_size, options, text=False, skip=skip)
     return ((reveal.row, reveal.generation) for reveal in reveals if reveal.generation is not None)
 
@@ -266,14 +267,10 @@ def stream(
     *,
     chat: bool = False,
     batch_size: int | None = None,
-    skip: Collection[int] = (),
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
-    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`.
-
-    skip: rows that need no answer; what is decoded together with others is decoded all the same.
-    """
-    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True, skip=skip)
+    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
+    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True)
 
 
 def _stream(

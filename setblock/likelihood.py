@@ -25,19 +25,11 @@ class NextTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How a text was predicted: nats over all of its tokens but the first, in `forwards` forwards.
-
-    `value` is e to the power of the mean of nats.
-    """
+    """How a text was predicted: nats over all of its tokens but the first, in so many forwards."""
 
     nats: float
     tokens: int
     forwards: int
-
-    @property
-    def value(self) -> float:
-        """Perplexity per token."""
-        return float(torch.tensor(self.nats / self.tokens).exp())
 
 
 def next_tokens(model: Model, ids: Sequence[int], first: int) -> NextTokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.evaluate import PERPLEXITY
+from setblock.files import lines_of
 from setblock.live import NAMES
 from setblock.names import one_line
 from setblock.scores import Sample, compare
@@ -99,6 +100,7 @@ def _read_one(path: Path) -> Measured:
         return found
     origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
     found.origins.append({"file": path.name, **origin})
+    samples = _samples_beside(path)
     for run, line in enumerate(record["results"]):
         if "contender" in line:
             found.contenders.append(line)
@@ -114,7 +116,7 @@ def _read_one(path: Path) -> Measured:
             if wrong := _out_of_range(line):
                 raise Damaged(f"{path}: results[{run}].{wrong}")
             found.scores.append(line)
-            _read_samples(found, path, run, line)
+            _add_samples(found, path, line, samples.get(run, []))
     for one in record.get("comparisons", []):
         _ = [one[name] for name in COMPARISON]
         sides = {name: _with_line(one, name, record["results"]) for name in SIDES}
@@ -213,23 +215,23 @@ def _with_line(one: dict[str, Any], side: str, lines: Sequence[dict[str, Any]]) 
     return {"settings": line.get("settings"), **own, "line": line}
 
 
-def _read_samples(found: Measured, path: Path, run: int, line: dict[str, Any]) -> None:
-    """Read the samples beside a record, and what they say of a line."""
-    file = path.with_suffix(".samples.jsonl")
-    samples = []
-    rows = file.read_text(encoding="utf-8").split("\n") if file.is_file() else ()
-    for number, row in enumerate(rows, 1):
+def _samples_beside(path: Path) -> dict[int, list[Sample]]:
+    """The samples beside a record, by the run that they are of."""
+    file, samples = path.with_suffix(".samples.jsonl"), {}
+    for number, _, sample in lines_of(file):
         try:
-            sample = json.loads(row)
-        except ValueError:
-            continue  # cut short by a kill
-        try:
-            if sample.pop("run") == run:
-                samples.append(Sample.from_json(sample))
+            samples.setdefault(sample.pop("run"), []).append(Sample.from_json(sample))
         except FAULTS as error:
             raise Damaged(f"{file}, line {number}, is no sample: {one_line(error)}") from error
+    return samples
+
+
+def _add_samples(
+    found: Measured, path: Path, line: dict[str, Any], samples: Sequence[Sample]
+) -> None:
+    """Effects: `found` has the samples of a line, and what they say of it."""
     if len(samples) == line["n"]:
-        found.samples.append((path, line, samples))
+        found.samples.append((path, line, list(samples)))
     settings = line.get("settings", {})
     always = (settings.get("branches") or 0) >= (settings.get("block_size") or 1)
     own = not settings.get("lookup") and settings.get("lenience", 1) == 1

@@ -137,7 +137,7 @@ class Journal:
             old = json.loads(path.read_text(encoding="utf-8"))
             _ = old["results"][:0], old["request"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"resume: {path} is no record of `setblock evaluate`") from error
+            raise ValueError(f"resume: {path} is no record to go on with") from error
         if isinstance(old["request"], dict):
             stays = {name: old["request"][name] for name in self.kept if name in old["request"]}
             self.record["request"] |= stays

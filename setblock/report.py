@@ -12,7 +12,7 @@ from typing import Any
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
 from setblock.measured import Measured, name_of, read, tell_apart
-from setblock.tune import words
+from setblock.tune import loss_cells, proven, words
 
 PAGE = Path(__file__).with_name("report.html")
 
@@ -100,14 +100,7 @@ def tables(found: Measured) -> list[Shown]:
         score = "score" if line.get("judged", True) else "same"
         header = ("setting", score, "points lost", "at most", "speed", "proven")
         rows = tuple(
-            (
-                words(one),
-                f"{one['score']:.1%}",
-                f"{100 * one['drop']:.1f}",
-                "0, exact" if one.get("lossless") else f"{100 * one['drop_bounds'][1]:.1f}",
-                f"{one['speed']:.2f}x",
-                "yes" if one["proven"] else "no",
-            )
+            (words(one), *loss_cells(one), f"{one['speed']:.2f}x", proven(one))
             for one in line["finalists"]
         )
         chosen = words(line["chosen"])

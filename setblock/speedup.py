@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from setblock.adapters import no_chain
-from setblock.corpus import check_beside_own, fitting, make_up_prompts
+from setblock.corpus import check_beside_own, fitting, make_up_prompts, training_rows
 from setblock.data import load_rows, prepare
 from setblock.evaluate import Form
 from setblock.files import write_whole
@@ -87,10 +87,7 @@ def learn(
     if run.own_prompts:
         check_beside_own(run)
         make_up_prompts(run, model, config.seed, say)
-    names = run.split, run.prompt_field, run.completion_field
-    own = str(run.prompts_file)
-    rows = load_rows(run.files, *names, run.limit, prompts_only=True, own=own)
-    rows = fitting(rows, model, run, config, "the data", say)
+    rows = fitting(training_rows(run), model, run, config, "the data", say)
     del model
     parts = _parted(rows["prompt"], held_out)
     if again := len(rows) - sum(map(len, parts)):

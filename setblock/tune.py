@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from setblock.checkpoint import DRAFTING
-from setblock.evaluate import Form, acceptance_of, evaluate, prompt_ids
+from setblock.evaluate import Form, acceptance_fitting, evaluate, prompt_ids
 from setblock.generation import finished, settings_for
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, Spending
@@ -225,7 +225,7 @@ def tune(
         if used.block_size > 1:
             answer(drafting, 0, some)
             answers = [drafting.answers[0][index] for index in range(some)]
-            acceptance = acceptance_of(used, _per_forward(answers))
+            acceptance = acceptance_fitting(used, _per_forward(answers))
             model.acceptance = acceptance
     settings = tried.with_solvers(model) + tried.verified(model, min(batch_size, len(halves[0])))
     going = [Candidate({**options, **common}) for options in settings]
@@ -353,6 +353,18 @@ def _line(
 
 def _describe(one: Candidate) -> dict[str, Any]:
     return {name: one.options.get(name) for name in NAMES}
+
+
+def loss_cells(line: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Score, points of it lost and at most lost, of a finalist that may be of an old record."""
+    most = f"{100 * line['drop_bounds'][1]:.1f}"
+    lost = "0, exact" if line.get("lossless") else most
+    return f"{line['score']:.1%}", f"{100 * line['drop']:.1f}", lost
+
+
+def proven(line: Mapping[str, Any]) -> str:
+    """Whether a finalist's loss is bounded as asked, or comes of rounding alone."""
+    return "yes" if line["proven"] else "rounding" if line.get("rounding") else "no"
 
 
 def words(settings: Mapping[str, Any]) -> str:

@@ -113,8 +113,8 @@ class DecodeProbe(TrainerCallback):
     """Decodes held-out prompts every `every` steps, before the first and after the last.
 
     A run that goes on has its first decoding behind it. Each time one more entry of `results`, also
-    written to log.jsonl: step, tokens_per_forward, and score, the share of answers that end in the
-    same final answer as the row's completion, as task "answers" has it.
+    written to log.jsonl: step, decode_tokens_per_forward, and decode_score, the share of answers
+    that end in the same final answer as the row's completion, as task "answers" has it.
     options: of `generate`. say: told a line of each result.
     Effects: every rank decodes, since its weights may be in parts on all of them; the first writes.
     """

@@ -142,7 +142,9 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_importing_the_package_is_cheap():
-    assert not modules_after("import setblock") & {"torch", "transformers", "matplotlib", "trl"}
+    heavy = {"torch", "transformers", "matplotlib", "trl"}
+    assert not modules_after("import setblock") & heavy
+    assert not modules_after("from setblock import ModelError") & heavy
 
 
 def test_generating_needs_neither_training_nor_plots():

@@ -182,7 +182,7 @@ def test_samples_that_can_not_be_gone_on_with(tmp_path, line, message):
 @pytest.mark.parametrize("content", ["[]", "{", "{}", "3"])
 def test_records_that_are_none(tmp_path, content):
     (tmp_path / "record.json").write_text(content)
-    with pytest.raises(ValueError, match="is no record of"):
+    with pytest.raises(ValueError, match="is no record to go on with"):
         Journal(REQUEST, tmp_path / "record.json", resume=True)
 
 

@@ -66,6 +66,14 @@ def _make(run, folder, files, monkeypatch) -> None:
     files["demo"].write_text(answer.out)
 
 
+def test_a_finalist_that_differs_by_rounding_alone(run, records, tmp_path):
+    tuned = json.loads(records["tuned"].read_text())
+    tuned["results"][0]["finalists"][0] |= {"proven": False, "rounding": True, "lossless": False}
+    (tmp_path / "tuned.json").write_text(json.dumps(tuned))
+    run("report", tmp_path / "tuned.json", "--out", tmp_path / "report")
+    assert "| rounding |" in (tmp_path / "report" / "report.md").read_text()
+
+
 def test_everything_is_shown(run, folder, records, tmp_path):
     out = tmp_path / "report"
     found = run("report", *records.values(), "--out", out, "--json").json["files"]

@@ -217,6 +217,7 @@ def test_a_stop_loses_nothing(words, tmp_path, monkeypatch, capsys, chooses, whe
     monkeypatch.setattr("setblock.speedup.finetune", stopped)
     monkeypatch.setattr(speeding, "search", stop)
     monkeypatch.setattr(sys, "argv", ["setblock", "speedup", *words])
+    monkeypatch.setattr("setblock.records._commit", lambda: "stopped")
     with pytest.raises(SystemExit) as code:
         run(monkeypatch, "speedup", *words)
     said = " ".join(capsys.readouterr().err.split())
@@ -224,8 +225,11 @@ def test_a_stop_loses_nothing(words, tmp_path, monkeypatch, capsys, chooses, whe
     assert "the same command goes on" in said
     where = "done"
     chooses()
+    monkeypatch.setattr("setblock.records._commit", lambda: "timed")
     run(monkeypatch, "speedup", *words)
     assert "1.75 times as fast" in capsys.readouterr().out
+    record = json.loads((tmp_path / "fast" / "speedup.json").read_text(encoding="utf-8"))
+    assert record["commit"] == "timed", "the code that made the result"
     # Stopped between two steps it goes on from its checkpoint; what is trained stays as it is.
     assert trained in ([False], [False, True])
 

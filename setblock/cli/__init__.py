@@ -13,7 +13,7 @@ import typer
 from typer.models import CommandInfo
 
 from setblock import imported
-from setblock.cli import (
+from setblock.cli import (  # noqa: F401  # each makes its commands known
     answering,
     benchmarking,
     measuring,
@@ -35,7 +35,6 @@ PANELS = {
     "Measure": ("evaluate", "benchmark", "profile", "report"),
     "Choose settings": ("tune", "plan", "roofline"),
 }
-# A docstring's lines are as long as the code's; a paragraph of help is as wide as the terminal.
 panel_of = {name: panel for panel, names in PANELS.items() for name in names}
 
 
@@ -46,23 +45,9 @@ def _name(command: CommandInfo) -> str:
 app.registered_commands.sort(key=lambda command: [*panel_of].index(_name(command)))
 for command in app.registered_commands:
     command.rich_help_panel = panel_of[_name(command)]
+    # A docstring's lines are as long as the code's; a paragraph is as wide as the terminal.
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-
-__all__ = [
-    "answering",
-    "app",
-    "benchmarking",
-    "main",
-    "measuring",
-    "planning",
-    "reporting",
-    "serving",
-    "showing",
-    "speeding",
-    "training",
-    "tuning",
-]
 
 
 def _told(error: typer.TyperException) -> str:

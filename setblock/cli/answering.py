@@ -122,7 +122,7 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    Seconds count neither loading nor the warm-up (a two-token answer to a one-token prompt).
+    Seconds count neither loading nor the warm-up (a few tokens to a one-token prompt).
     """
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     if messages and chat:

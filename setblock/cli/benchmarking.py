@@ -38,6 +38,7 @@ from setblock.cli.common import (
     print_json,
     refuse_idle,
     refuse_without,
+    rows_of,
     starting,
     tell_undrafted,
     warn_unfit,
@@ -380,17 +381,15 @@ def profile(
 def _texts(task: str | None, data: str | None, limit: int) -> list[Any]:
     """The prompts of a task's rows, or the bundled model's."""
     from setblock import nano
-    from setblock.tasks import TASKS, load_items, read_rows
+    from setblock.tasks import TASKS, load_items
 
     if task is not None and task not in TASKS:
         raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
-    if task is not None and data is None:
+    if data is not None:
+        one, rows = rows_of([task] if task else [], data, None, "test")
+        return [one.prompt(row, (), True) for row in load_items(one, rows, limit)]
+    if task is not None:
         raise ValueError(f"task {task} needs its rows: --data FILE")
-    if data is not None and task is None:
-        raise ValueError(f"--data is for one --task of {', '.join(TASKS)}; got none")
-    if task and data:
-        rows = load_items(TASKS[task], read_rows(data), limit)
-        return [TASKS[task].prompt(row, (), True) for row in rows]
     each = -(-limit // len(nano.FAMILIES))
     families = [nano.problems(name, "validation", each) for name in nano.FAMILIES]
     return [one.prompt for some in zip(*families, strict=True) for one in some][:limit]

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,6 +19,7 @@ from setblock import imported
 if TYPE_CHECKING:
     from setblock.model import Model
     from setblock.settings import Settings
+    from setblock.tasks import DataRows, Task
 
 app = typer.Typer(
     help="Set block decoding: several tokens per forward from an ordinary causal language model.",
@@ -316,7 +317,7 @@ def warn_unfit(model: "Model", mode: str) -> None:
     from setblock.generation import unfit
 
     if why := unfit(model, mode):
-        err.print(f"warning: {why}", style="yellow", markup=False)
+        err.print(f"warning: {why}", style="yellow")
     model.told.add(mode)
 
 
@@ -336,6 +337,31 @@ def refuse_without(mode: str, modes: Iterable[str], **given: Any) -> None:
         option = "--" + "no-" * (given[name] is False) + name.replace("_", "-")
         are = "modes are" if len(modes) > 1 else "mode is"
         raise ValueError(f"{option} is for mode {mode}, and the {are} {', '.join(modes)}")
+
+
+def rows_of(
+    tasks: Sequence[str], data: str, split: str | None, usual: str, nano: str = ""
+) -> tuple["Task", "DataRows"]:
+    """The one task that --data is for, and its rows.
+
+    usual: the split of a hub dataset where none is given. nano: what else has splits, for errors.
+    Raises: ValueError; OSError.
+    """
+    from setblock.tasks import TASKS, read_rows
+
+    if len(tasks) != 1 or tasks[0] not in TASKS:
+        raise ValueError(
+            f"--data is for one --task of {', '.join(TASKS)}; got {', '.join(tasks) or 'none'} "
+            "(prompts without right answers: --task prompts)"
+        )
+    refuse_split(split, data, nano)
+    return TASKS[tasks[0]], read_rows(data, split or usual)
+
+
+def refuse_split(split: str | None, data: str, nano: str = "") -> None:
+    """Raises: ValueError for a split of rows in a file."""
+    if split is not None and Path(data).exists():
+        raise ValueError(f"--split is for {nano}hub datasets; a file is one split")
 
 
 def warm_up(model: "Model", options: dict[str, Any]) -> None:

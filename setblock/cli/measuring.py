@@ -17,7 +17,6 @@ from setblock.cli.common import (
     DeviceOption,
     Draft,
     DraftOption,
-    Dtype,
     DtypeOption,
     FallbackOption,
     JsonOption,
@@ -41,7 +40,9 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_split,
     refuse_without,
+    rows_of,
     starting,
     tell_undrafted,
     warm_up,
@@ -206,12 +207,12 @@ def evaluate(
         named = {"held-out": held_out or None, "shots-data": shots_data}
         if useless := [name for name, value in named.items() if value is not None]:
             raise ValueError(f"--{useless[0]}: perplexity reads plain text")
-        _refuse_split(split, data)
+        refuse_split(split, data, "the nano tasks and for ")
         texts = evaluation.read_texts(data, limit, split or "test")
         request = {**models, "data": texts.name, "data_sha256": texts.sha256, "limit": limit}
         request |= {"window": window}
         journal = Journal(request, out_file, resume)
-        _judge_texts(journal, texts, window, models)
+        _judge_texts(journal, texts, window, (dtype, device, mask_token_id, compile, pack))
         _show(journal.record, as_json)
         return
     if window is not None:
@@ -278,7 +279,7 @@ def evaluate(
     }
     journal = Journal(request, out_file, resume)
     if resume:
-        err.print(f"{out_file} holds {journal.num_known} answers", style="dim", markup=False)
+        err.print(f"{out_file} holds {journal.num_known} answers", style="dim")
     firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
     run, say = 0, lines(err)
     total = len(model_names) * len(settings) * len(problems)
@@ -333,23 +334,16 @@ def _own_modes(names: list[str]) -> list[Mode]:
     return [one for one in (Mode.sbd, Mode.verified) if one in own] or [Mode.sbd]
 
 
-def _refuse_split(split: str | None, data: str) -> None:
-    if split is not None and Path(data).exists():
-        raise ValueError("--split is for the nano tasks and for hub datasets; a file is one split")
-
-
 def _judge_texts(
-    journal: "Journal", data: "DataRows", window: int | None, models: dict[str, Any]
+    journal: "Journal", data: "DataRows", window: int | None, loaded: tuple[Any, ...]
 ) -> None:
-    """The lines of perplexity, one a model, into the journal."""
+    """The lines of perplexity, one a model, into the journal; loaded: how `load_model` shall."""
     from setblock.evaluate import judge
     from setblock.records import machine_of
 
-    for run, name in enumerate(models["models"]):
+    for run, name in enumerate(journal.record["request"]["models"]):
         if journal.finished(run) is None:
-            dtype = models["dtype"] and Dtype(models["dtype"])
-            pack = Switch(models["pack"]) if "pack" in models else None
-            model = load_model(name, dtype, models["device"], models["mask_token_id"], pack=pack)
+            model = load_model(name, *loaded)
             journal.record["machine"] = machine_of(model.device)
             with err.status(Text(f"{name} reads {data.name}")):
                 line = judge(model, data, window)
@@ -379,24 +373,17 @@ def _task_form(
 ) -> "Form":
     """How the one benchmark task that --data is for is put."""
     from setblock.evaluate import Form
-    from setblock.tasks import TASKS, load_items, read_rows
+    from setblock.tasks import load_items, read_rows
 
-    if len(tasks) != 1 or tasks[0] not in TASKS:
-        raise ValueError(
-            f"--data is for one --task of {', '.join(TASKS)}; got {', '.join(tasks) or 'none'} "
-            "(prompts without right answers: --task prompts)"
-        )
     if held_out:
         raise ValueError("--held-out is for the nano tasks")
-    _refuse_split(split, data)
     if shots < 0 or bool(shots) != (shots_data is not None):
         raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
-    task = TASKS[tasks[0]]
+    task, rows = rows_of(tasks, data, split, "test", "the nano tasks and for ")
     solved = read_rows(shots_data, "train") if shots_data else None
     examples = tuple(load_items(task, solved, shots)) if solved else ()
     if len(examples) < shots:
         raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")
-    rows = read_rows(data, split or "test")
     if solved is not None and solved.sha256 == rows.sha256:
         raise ValueError(f"--shots-data {shots_data} holds the very rows of --data: name others")
     return Form(task, not plain, examples, rows, solved)

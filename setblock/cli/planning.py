@@ -20,8 +20,9 @@ def roofline(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, smollm2-135m, paper, a bundled "
-            "model, or the folder or hub name of a configuration. Default: llama-3.1-8b.",
+            help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, smollm2-135m, "
+            "paper, a bundled model, or the folder or hub name of a configuration. "
+            "Default: llama-3.1-8b.",
         ),
     ] = None,
     paper: Annotated[

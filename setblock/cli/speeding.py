@@ -161,13 +161,13 @@ def speedup(
         err.print(f"trying settings on {held_out} prompts that were not trained on", style="dim")
         try:
             with telling(as_json), stop_at_once():
-                line, record["machine"] = _fastest(output_dir, record, dtype, compile)
+                line, origin = _fastest(output_dir, record, dtype, compile)
         except Stopped as stop:
             fail(f"stopped by {stop} while timing; the same command goes on", exit_code(str(stop)))
         write_choice(output_dir, line, dtype, None)
         if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
             write_settings(output_dir, mode="ntp", verified=None)
-        record["results"] = [line]
+        record |= {**origin, "results": [line]}
         save_record(record, file)
         _note_choice(output_dir / "README.md", record)
     elif not as_json:
@@ -238,8 +238,8 @@ def _note_choice(card: Path, record: dict[str, Any]) -> None:
 def _fastest(
     folder: Path, record: dict[str, Any], dtype: Dtype | None, compile: Compile
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a search among verified settings ends in, by the clock on the held-out prompts, and the
-    machine that timed.
+    """What a search among verified settings ends in, by the clock on the held-out prompts, and
+    when, where and by which code.
     """
     from setblock.records import Journal, machine_of, new_record
     from setblock.resume import OWN_FOLDER
@@ -257,10 +257,12 @@ def _fastest(
     }
     # Times of other code, libraries or machines are no part of this search.
     machine = machine_of(model.device)
-    told = [request, machine, *(new_record()[name] for name in ("commit", "versions"))]
+    now = {name: one for name, one in new_record().items() if name != "results"}
+    origin = now | {"machine": machine}
+    told = [request, *(origin[name] for name in ("machine", "commit", "versions"))]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
     journal = Journal(request, path, path.exists())
     common = {"max_new_tokens": asked["answer_tokens"]}
     line = search(model, journal, items, tried, target, asked["batch_size"], form, common)
-    return line, machine
+    return line, origin

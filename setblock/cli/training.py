@@ -86,7 +86,7 @@ def prompts(
         print_json({"model": model_name, "out": str(out_file), "prompts": done, "seed": seed})
         return
     more = f", more than the {count} asked for" if done > count else ""
-    out.print(f"{done} prompts in {out_file}{more}", markup=False, highlight=False)
+    out.print(f"{done} prompts in {out_file}{more}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -26,6 +26,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_without,
+    rows_of,
     starting,
     warm_up,
     warn_unfit,
@@ -155,7 +156,7 @@ def tune(
         from setblock.loading import fingerprint_of
         from setblock.names import BUNDLED
         from setblock.records import Journal, machine_of
-        from setblock.tasks import TASKS, load_items, read_rows
+        from setblock.tasks import load_items
 
     target = tuning.Target(max_drop / 100, confidence, by)
     if write and (model_name in BUNDLED or not Path(model_name).is_dir()):
@@ -172,17 +173,9 @@ def tune(
         for family in evaluate.families(task or ["nano"]):
             items += nano.problems(family, "validation", limit)
     else:
-        if not task or len(task) != 1 or task[0] not in TASKS:
-            got = " ".join(task or ["none"])
-            raise ValueError(
-                f"--data is for one --task of {', '.join(TASKS)}; got {got} (prompts without right "
-                "answers: --task prompts)"
-            )
-        if split is not None and Path(data).exists():
-            raise ValueError("--split is for hub datasets; a file is one split")
-        rows = read_rows(data, split or "validation")
-        form = evaluate.Form(TASKS[task[0]], chat=not plain, data=rows)
-        items = load_items(TASKS[task[0]], rows, limit)
+        one, rows = rows_of(task or [], data, split, "validation")
+        form = evaluate.Form(one, chat=not plain, data=rows)
+        items = load_items(one, rows, limit)
     if len(items) < 2:
         raise ValueError("tune needs at least 2 items: one to pick by, one to confirm")
     slides = (False, True) if slide is None else (slide,)
@@ -355,7 +348,7 @@ def tell(line: dict[str, Any]) -> None:
 
 
 def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
-    from setblock.tune import words
+    from setblock.tune import loss_cells, proven, words
 
     shown = Table(title="Against token by token, on the items that had no part in picking")
     gain = "speed" if by == "clock" else "forwards"
@@ -365,11 +358,9 @@ def _table(lines: list[dict[str, Any]], by: str, judged: bool) -> Table:
     for line in lines:
         shown.add_row(
             words(line),
-            f"{line['score']:.1%}",
-            f"{100 * line['drop']:.1f}",
-            "0, exact" if line["lossless"] else f"{100 * line['drop_bounds'][1]:.1f}",
+            *loss_cells(line),
             f"{line['tokens_per_forward']:.2f}",
             f"{line['speed']:.2f}x",
-            "yes" if line["proven"] else "rounding" if line["rounding"] else "no",
+            proven(line),
         )
     return shown

@@ -12,12 +12,12 @@ from transformers import AutoConfig
 
 from setblock.checkpoint import base_of, checked_settings, read_settings
 from setblock.loading import LOAD_ERRORS, place_of
+from setblock.model import DEFAULTS
 from setblock.names import ModelError, any_of, lasting, one_line
 from setblock.solvers import parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 from setblock.vllm.requests import hindrance_to_sliding
 
-BLOCK_SIZE = 16
 # Of vLLM's backends for CUDA the one that takes requests both causal and not on every GPU:
 # FlashAttention does in its version 4 alone, FlashInfer in none.
 BACKEND = "TRITON_ATTN"
@@ -34,8 +34,8 @@ def command(
 ) -> list[str]:
     """What to run. vLLM reads a checkpoint itself, and of an adapter the base.
 
-    settings: mode, solver, block_size, mask_token_id and dtype, where the checkpoint's own shall
-    not hold.
+    settings: mode, solver, block_size, slide, mask_token_id and dtype, where the checkpoint's own
+    shall not hold.
     more: words for vLLM's own command line; where they choose no attention backend, ours is added
     on CUDA.
     adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
@@ -84,9 +84,9 @@ def command(
             f"{name} names no mask token within its {config.vocab_size} tokens, got {mask}: give "
             "--mask-token-id, or export it first, which writes one into the checkpoint"
         )
-    solver = own.get("solver", "entropy:0.1")
+    solver = own.get("solver", DEFAULTS["solver"])
     parse(solver)
-    size = own.get("block_size", BLOCK_SIZE)
+    size = own.get("block_size", DEFAULTS["block_size"])
     # The settings of an adapter hold, and not those of its base, which vLLM would read.
     served = {"mode": own.get("mode", "sbd" if trained else "ntp"), "solver": solver}
     drafting = dict(own.get("verified", {}))

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
+from setblock.settings import DRAFTS, MODES
 from setblock.solvers import ConfidentPrefix, Solver, parse
 
-MODES = ("sbd", "ntp", "verified")
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
-DRAFTS = ("branches", "solver")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none
