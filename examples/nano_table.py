@@ -1,4 +1,4 @@
-"""Score the bundled models and write the records and the table that README and CARD quote.
+"""Score the bundled models and write the records and the table that the card quotes.
 
     python examples/nano_table.py --batch-size 16 --workers 2
 
