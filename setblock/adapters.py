@@ -5,6 +5,7 @@ noisy tokens begin, and a mask embedding that only the input side reads. Clean t
 base's own weights, so that its next-token logits stay what they were, bit for bit.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ METHODS = ("full", "lora", "qlora", "gated")
 # Layers that peft takes for parts of experts, in some mixtures of them, wherever they stand.
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 SCALE_BEFORE_HEAD = "dim_model_base"  # a setting by which an architecture changes what it reads
+MISSING = "Found missing adapter keys"  # a warning of peft's, of what `check_all_taken` refuses
 # Of latent attention: it reads the whole cache in every forward, where no gate knows which tokens
 # were masks.
 OF_CACHE = "kv_b_proj"
@@ -150,7 +152,9 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
         check_chain(config, folder, chain_width)
     with_chain(network, chain_width)
     if not chain_width or chain.NAME in saved:
-        adapted: Any = PeftModel.from_pretrained(network, folder, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", MISSING, UserWarning)
+            adapted: Any = PeftModel.from_pretrained(network, folder, is_trainable=True)
         check_all_taken(adapted, folder)
         return _to_train(adapted)
     # peft reads no adapter that lacks a part: the new chain's first values stand in for it.
@@ -167,8 +171,8 @@ def attach_again(network: PreTrainedModel, folder: str | Path, chain_width: int 
 
 
 def check_all_taken(adapted: Any, folder: str | Path) -> None:
-    """Raises: ValueError if the adapter in this folder holds weights that the network took not,
-    about which peft says nothing.
+    """Raises: ValueError if the adapter in this folder holds weights that the network took not, or
+    none for some of its layers, about which peft says nothing.
     """
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
@@ -183,6 +187,10 @@ def _check_told(told: Any) -> None:
         raise ValueError(
             f"the adapter holds {len(left)} weights that have no place on this base by its "
             f"adapter_config.json, {left[0]} the first of them"
+        )
+    if missing := sorted(name for name in told.missing_keys if ".lora_" in name):
+        raise ValueError(
+            f"the adapter lacks {len(missing)} weights, {missing[0]} the first of them"
         )
 
 

@@ -431,11 +431,13 @@ def test_adapters_of_others_are_refused_in_a_line(checkpoint, tmp_path):
         (numberless, "its adapter_config.json holds a value of a wrong kind .unsupported operand"),
         (patternless, "its adapter_config.json holds a value of a wrong kind"),
         (half, "adapter_config.json of .* is no JSON: Expecting"),
-        (lacking, r"the adapter lacks weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
+        (lacking, r"the adapter lacks 2 weights, .*layers.1.self_attn.q_proj.lora_A.* the first"),
         (empty, "the adapter's folder has no adapter_model.safetensors"),
     ):
         with pytest.raises(ModelError, match=message):
             load(name)
+    with pytest.raises(ValueError, match=r"^the adapter lacks 2 weights, "):  # trained on, as well
+        adapters.attach_again(load(base).network, lacking)
 
 
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva' but `eva_config` is not")
