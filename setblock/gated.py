@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from setblock.adapters import (
+    MISSING,
     OF_CACHE,
     chain_of,
     check_all_taken,
@@ -306,7 +307,5 @@ def _wrapped(network: PreTrainedModel, folder: str | Path) -> Any:
         names = ("adapter_model.safetensors", "adapter_model.bin")
         if Path(folder).is_dir() and not any(Path(folder, name).is_file() for name in names):
             raise ValueError(f"the adapter's folder has no {names[0]}")
-        warnings.filterwarnings(
-            "ignore", "Found missing adapter keys", UserWarning
-        )  # an error soon
+        warnings.filterwarnings("ignore", MISSING, UserWarning)
         return PeftModel.from_pretrained(network, folder)
