@@ -132,7 +132,7 @@ def with_answers(rows: Dataset) -> Dataset:
 
     def parted(row: Mapping[str, Any]) -> dict[str, Any]:
         *asked, said = row["messages"]
-        if not asked or said["role"] != "assistant" or not said["content"].strip():
+        if not asked or said["role"] != "assistant":
             raise ValueError(f"{row['where']}: messages must end with the assistant's answer")
         return {"prompt": asked, "completion": [said]}
 
@@ -356,6 +356,9 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
                         f"{where}: {name} must be messages of role and content, both text, and "
                         "nothing else"
                     )
+                said = message["content"].strip() or message["role"] != "assistant"
+                if name == "messages" and formats != PROMPTS and not said:
+                    raise ValueError(f"{where}: {name} hold an empty message of the assistant's")
         elif not isinstance(value, str) or name == "messages":
             kinds = {"messages": "a list of messages", "text": "text"}
             kind = kinds.get(name, "text, or a list of messages")

@@ -147,7 +147,7 @@ def run(
         "task": task,
         "model": model.name,
         "mode": settings.mode,
-        "solver": str(settings.solver) if settings.uses_solver else None,
+        "solver": settings.described["solver"],
         **result,
         "acceptance": acceptance,
         "peak_bytes": peak_bytes(model.device),

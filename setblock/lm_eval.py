@@ -131,7 +131,7 @@ class SetBlockLM(BASE):
             "setblock": {
                 "model": self.loaded.name,
                 "mode": settings.mode,
-                "solver": str(settings.solver) if settings.uses_solver else None,
+                "solver": settings.described["solver"],
                 "block_size": settings.block_size if settings.mode != "ntp" else None,
                 "slide": settings.slide,
                 "next_token_seed": settings.next_token_seed,

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def any_of(names: Iterable[str]) -> str:
 def one_line(error: BaseException) -> str:
     """What it says, without the stop at its end: more may follow."""
     text = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return " ".join(text.split())[:300].rstrip(".")
+    return textwrap.shorten(text.rstrip(". \n"), 300, placeholder=" ...")
 
 
 def check(name: str) -> None:

@@ -86,8 +86,9 @@ def profiled(
     shares = {kind: spent[kind] / sum(watched) for kind in KINDS}
     return {
         "n": len(prompts),
-        "tokens": sum(one.num_tokens for one in answers),
-        "nfe": sum(one.nfe for one in answers),
+        "tokens": (tokens := sum(one.num_tokens for one in answers)),
+        "nfe": (nfe := sum(one.nfe for one in answers)),
+        "tokens_per_forward": tokens / nfe,
         "wall_s": statistics.median(plain),
         "overhead": sum(watched) / sum(plain),
         "shares": shares | {REST: 1 - sum(shares.values())},

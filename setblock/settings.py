@@ -135,8 +135,8 @@ class Settings:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**asdict(self), "solver": str(self.solver)}
+        """As JSON values; no solver where none has a say."""
+        return {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
 
     @property
     def uses_solver(self) -> bool:

@@ -33,6 +33,8 @@ def test_roofline_of_another_model_and_machine(run):
     assert run(*twice, "--json").json == answer, "once each"
     shown = run(*words).out
     assert f"{answer['table4'][0]['value']:.3f}" in shown
+    assert "are left out" not in shown
+    assert "blocks under 8 are left out" in run("roofline", "--nfe-speedup", "2").out
     assert "qwen3-8b on l4" in shown
 
 

@@ -140,6 +140,10 @@ def test_columns_of_other_names(tmp_path):
         ),
         ('{"messages": []}\n', r":1: messages is empty"),
         (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content":""}]}',
+            r":1: messages hold an empty message of the assistant's",
+        ),
+        (
             '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}\n',
             ":1: prompt and completion must both be texts or both messages",
         ),

@@ -222,6 +222,8 @@ def test_describe_is_json():
     settings = settings_for(TableModel.random(), solver="fixed:2", temperature=0.5)
     described = settings.described
     assert described["solver"] == "fixed:2"
+    unused = settings_for(TableModel.random(), mode="ntp", solver="fixed:2")
+    assert unused.described["solver"] is None
     assert json.loads(json.dumps(described))["sampler"]["temperature"] == 0.5
 
 

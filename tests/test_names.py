@@ -17,7 +17,7 @@ from test_gguf import write_gguf
 from setblock import loading
 from setblock.adapters import attach
 from setblock.checkpoint import file_of
-from setblock.names import BUNDLED, ModelError
+from setblock.names import BUNDLED, ModelError, one_line
 
 
 @pytest.mark.parametrize("name", ["", "nanoo", "/no/such/folder", "./none", "none.gguf", "a/b/c"])
@@ -188,3 +188,11 @@ def test_a_model_whose_package_is_missing_or_odd(checkpoint, packaged, monkeypat
     where = "'smollm2' is, by its adapter_config.json, an adapter on 'smollm2-base': "
     with pytest.raises(ModelError, match=f"{where}.*{message}"):
         load("smollm2")
+
+
+def test_what_an_error_says_is_a_line_of_whole_words():
+    assert one_line(ValueError("a\n b.")) == "a b"
+    assert one_line(KeyError("a")) == "no 'a'"
+    long = one_line(ValueError("tensor " * 100))
+    assert long.endswith(" tensor ...")
+    assert len(long) <= 300

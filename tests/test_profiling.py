@@ -86,6 +86,7 @@ def test_shares_of_a_run(checkpoint):
     assert (line["n"], line["tokens"]) == (2, 16)
     assert line["wall_s"] > 0
     assert line["overhead"] > 0
+    assert line["tokens_per_forward"] == line["tokens"] / line["nfe"]
     assert list(line["shares"]) == [*profiling.KINDS, profiling.REST]
     assert sum(line["shares"].values()) == pytest.approx(1)
     assert all((share > 0) == (kind != "compiled") for kind, share in line["shares"].items())

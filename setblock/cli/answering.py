@@ -234,7 +234,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.prompt_tokens,
         "mode": settings.mode,
-        "solver": str(settings.solver) if settings.uses_solver else None,
+        "solver": settings.described["solver"],
         "block_size": settings.block_size if settings.mode != "ntp" else None,
         "max_new_tokens": settings.max_new_tokens,
         **asdict(settings.sampler),

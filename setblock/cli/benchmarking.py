@@ -269,7 +269,7 @@ def benchmark(
     machine = machines.device_of(model.device, model.dtype)
     for batch in sizes:
         with err.status(Text(f"single forwards, batches of {batch}")):
-            lengths = cached or [128, 512]
+            lengths = cached or [n for n in (128, 512) if n + 2 * size <= room] or [0]
             queries = sorted({1, *wide, *(2 * one for one in wide)})
             costs = measure.forward_costs(model, lengths, queries, batch, repeats)
             record["forwards"] += beside_measured(dimensions, machine, list(costs), DISPATCH_S)
@@ -370,7 +370,7 @@ def profile(
             end_section=kind == profiling.REST,
         )
     for name, of in (
-        ("tokens per forward", lambda line: f"{line['tokens'] / line['nfe']:.2f}"),
+        ("tokens per forward", lambda line: f"{line['tokens_per_forward']:.2f}"),
         ("ms a token", lambda line: f"{1000 * line['wall_s'] / line['tokens']:.2f}"),
         ("longer for being watched", lambda line: f"{line['overhead']:.2f}x"),
     ):

@@ -87,6 +87,7 @@ def roofline(
         printed = [2**n for n in (range(4, 23) if as_json else range(4, 23, 4))]
         kv = printed if paper else [1024, 8192, 32768]
     sizes, gains = block_size or [2, 4, 8, 16, 32, 64], nfe_speedup or [2, 4, 8]
+    each_size = set(sizes)
     each = (list(dict.fromkeys(some)) for some in (batch or [1, 4, 8, 16], kv, sizes, gains))
     cells = arithmetic.tables(machines.find_model(model_name), machine, *each)
     if as_json:
@@ -106,6 +107,7 @@ def roofline(
         caption = (
             "batch: rows; kv: tokens in each row's cache; k: block size"
             + "; nfe speedup: times fewer forwards than tokens" * ("nfe_speedup" in places)
+            + "; blocks under 8 are left out" * (key == "table4" and set(wide) < each_size)
         )
         shown = Table(title=f"{title}: {model_name} on {machine.name}", caption=caption)
         for name in [*(place.replace("_", " ") for place in places), *(f"k={k}" for k in sizes)]:
