@@ -298,7 +298,8 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     common += [f"{counted(n)} of each task" for n in counts] * (len(counts) == 1)
     shown = Table(title=Text(", ".join(common)) if common else None)
     who = "decoding" if len(models) == 1 else "model and decoding"
-    names = [_name(line, model=len(models) > 1) for line in results]
+    several = len({_seed(line) for line in results}) > 1
+    names = [_name(line, model=len(models) > 1, seed=several) for line in results]
     shown.add_column("task", no_wrap=True)
     shown.add_column(who, overflow="fold", min_width=_longest_word(names))
     for name in ([] if len(counts) == 1 else ["n"]) + ["score", "95 %"]:
@@ -329,12 +330,17 @@ def _longest_word(names: Sequence[str]) -> int:
     return max(len(word) for name in names for word in name.split() if len(word) <= 20)
 
 
-def _name(line: Mapping[str, Any], model: bool) -> str:
-    """Model, if asked for, mode and solver in a few words that break at spaces."""
+def _seed(line: Mapping[str, Any]) -> int | None:
+    return ((line.get("settings") or {}).get("sampler") or {}).get("seed")
+
+
+def _name(line: Mapping[str, Any], model: bool, seed: bool = False) -> str:
+    """Model and seed, if asked for, mode and solver in a few words that break at spaces."""
     settings = line.get("settings") or {}
     slides = "sliding" if settings.get("slide") else ""
     size = f"k={settings['block_size']}" if line["mode"] == "verified" and settings else ""
     words = line["model"] if model else "", line["mode"], line["solver"], slides, size
+    words += (f"seed {_seed(line)}" if seed else "",)
     return " ".join(filter(None, words))
 
 
@@ -349,10 +355,34 @@ def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
     return score, interval.format(*bounds) if bounds else ""
 
 
+def pooled_table(pooled: Sequence[dict[str, Any]]) -> Table:
+    """Each setting over all of its seeds."""
+    models = len({line["model"] for line in pooled}) > 1
+    seeds = ", ".join(map(str, pooled[0]["seeds"]))
+    shown = Table(
+        title=f"All answers of seeds {seeds}",
+        caption="95 %: by how much problems differ, each with all of its answers",
+    )
+    names = [_name(line, models) for line in pooled]
+    shown.add_column("task", no_wrap=True)
+    shown.add_column("decoding", overflow="fold", min_width=_longest_word(names))
+    for name in ("score", "95 %", "of seeds", "tokens per\nforward"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for line, name in zip(pooled, names, strict=True):
+        judged = [one for one in line["scores"] if one is not None]
+        ends = f"{100 * min(judged):.1f}-{100 * max(judged):.1f}" if judged else ""
+        per_forward = f"{line['tokens_per_forward']:.2f}"
+        shown.add_row(line["task"], name, *_score_cells(line), ends, per_forward)
+    return shown
+
+
 def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
     """Each setting beside the first of its task, on the same problems."""
     several = len({one[who]["model"] for one in comparisons for who in ("first", "second")}) > 1
-    names = [[_name(one[who], several) for who in ("first", "second")] for one in comparisons]
+    seeds = len({_seed(one["second"]) for one in comparisons}) > 1  # both sides have the same
+    names = [
+        [_name(one["first"], several), _name(one["second"], several, seeds)] for one in comparisons
+    ]
     firsts = {first for first, _ in names}
     first = Text(firsts.pop()) if len(firsts) == 1 else None
     if first is None:

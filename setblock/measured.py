@@ -49,6 +49,7 @@ class Measured:
     origins: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
     comparisons: list[dict[str, Any]] = field(default_factory=list)
+    pooled: list[dict[str, Any]] = field(default_factory=list)
     contenders: list[dict[str, Any]] = field(default_factory=list)
     forwards: list[dict[str, Any]] = field(default_factory=list)
     tunings: list[dict[str, Any]] = field(default_factory=list)
@@ -121,6 +122,9 @@ def _read_one(path: Path) -> Measured:
         _ = [one[name] for name in COMPARISON]
         sides = {name: _with_line(one, name, record["results"]) for name in SIDES}
         found.comparisons.append({**one, **sides})
+    for line in record.get("pooled", []):
+        _ = [line[name] for name in (*LINE, "scores", "seeds")]
+        found.pooled.append(line)
     for line in record.get("forwards", []):
         _ = [float(line[name]) for name in FORWARD]
         found.forwards.append({**line, "model": record["results"][0]["model"]})
@@ -187,7 +191,8 @@ def _out_of_range(line: dict[str, Any]) -> str | None:
 
 def _name_models(found: Measured) -> None:
     """Call each model by its folder's name, or by its whole path where two have the same name."""
-    lines = [*found.scores, *found.contenders, *found.forwards, *found.tunings, *found.answers]
+    lines = [*found.scores, *found.pooled, *found.contenders]
+    lines += [*found.forwards, *found.tunings, *found.answers]
     lines += [one[place] for one in found.comparisons for place in ("first", "second")]
     models = dict.fromkeys(line["model"] for line in lines)
     names = [Path(model).name for model in models]

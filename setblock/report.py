@@ -49,6 +49,21 @@ def tables(found: Measured) -> list[Shown]:
         header = ("task, decoding", "n", "score", "95 %", "tokens per forward", "95 %")
         header += ("ended", "repetition", "log-prob of a token", "seconds")
         shown.append(Shown("Scores", header, tuple(_score_row(line) for line in found.scores)))
+    if found.pooled:
+        header = ("task, decoding", "seeds", "n", "score", "95 %", "of seeds", "tokens per forward")
+        rows = tuple(
+            (
+                f"{line['task']}: {name_of(line)}",
+                ", ".join(map(str, line["seeds"])),
+                str(line["n"]),
+                _cell(line["score"], ".1%"),
+                " to ".join(f"{end:.1%}" for end in line["interval"] or ()),
+                ", ".join(_cell(one, ".1%") for one in line["scores"]),
+                f"{line['tokens_per_forward']:.2f}",
+            )
+            for line in found.pooled
+        )
+        shown.append(Shown("Over several seeds", header, rows))
     if found.comparisons:
         header = ("task, second against first", "only first right", "only second")
         header += ("points of score won", "95 %", "p (McNemar)")

@@ -98,7 +98,7 @@ class Score:
         }
 
 
-def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+def wilson_interval(correct: float | int, n: float | int) -> tuple[float, float]:
     """The 95 % Wilson interval of a share."""
     share, z2 = correct / n, Z_95**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -188,6 +188,49 @@ def compare(
         "identical_share": sum(same[one.index] == one.token_ids for one in samples[1])
         / len(samples[1]),
         "wall_clock_ratio": first["wall_s"] / second["wall_s"],
+    }
+
+
+def pooled(lines: Sequence[dict[str, Any]], samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """One setting under several seeds on the same problems, all answers together.
+
+    scores: of each seed. Intervals are of 95 %, and go by how much problems differ, each with all
+    of its answers, as answers to one problem are alike: Wilson's for the score, of as many
+    independent answers as would spread like that (Korn and Graubard 1998), at least one a problem.
+    Raises: ValueError for samples of other problems.
+    """
+    by_problem: dict[tuple[int, str], list[Sample]] = {}
+    for some in samples:
+        for one in some:
+            by_problem.setdefault((one.index, one.key), []).append(one)
+    answers = list(by_problem.values())
+    if any(len(some) != len(lines) for some in answers):
+        raise ValueError("samples must be of the same problems, one of each seed")
+    first, n = lines[0], len(answers) * len(lines)
+    settings = first["settings"]
+    score = interval = None
+    if first["score"] is not None:
+        rights = [sum(bool(one.correct) for one in some) for some in answers]
+        score = sum(rights) / n
+        spread = sum((right / len(lines) - score) ** 2 for right in rights)
+        effective = float(len(answers))
+        if spread:
+            effective = score * (1 - score) * len(answers) * (len(answers) - 1) / spread
+        effective = min(max(effective, len(answers)), n)
+        interval = wilson_interval(score * effective, effective)
+    tokens = [sum(len(one.token_ids) for one in some) for some in answers]
+    nfe = [sum(one.nfe for one in some) for some in answers]
+    return {
+        **{name: first.get(name) for name in ("task", "model", "mode", "solver")},
+        "seeds": [line["settings"]["sampler"]["seed"] for line in lines],
+        "n": len(answers),
+        "score": score,
+        "scores": [line["score"] for line in lines],
+        "interval": interval,
+        "tokens_per_forward": sum(tokens) / sum(nfe),
+        "tokens_per_forward_interval": ratio_interval(list(zip(tokens, nfe, strict=True))),
+        "wall_s": sum(line["wall_s"] for line in lines),
+        "settings": {**settings, "sampler": {**settings["sampler"], "seed": None}},
     }
 
 

@@ -182,6 +182,40 @@ def test_evaluate_with_sampling(run, trained):
             assert error == f"{useless} is for sampling: give a --temperature above 0"
 
 
+def test_evaluate_under_several_seeds(run, trained, tmp_path, monkeypatch):
+    """Each setting is compared with the first of the same seed, and scored over all seeds."""
+    chance = iter([True, False, True] * 20)
+    monkeypatch.setattr(nano, "check", lambda problem, text: next(chance))
+    words = ["--task", "lists", "--limit", "3", "--temperature", "1", "--seed", "4", "--seed", "0"]
+    words += ["--mode", "ntp", "--mode", "sbd", "--solver", "fixed:2", *SHORT]
+    out = tmp_path / "scores.json"
+    shown = run("evaluate", trained, *words, "--out", out).out
+    record = json.loads(out.read_text())
+    lines, compared = record["results"], record["comparisons"]
+    seeds = [line["settings"]["sampler"]["seed"] for line in lines]
+    assert seeds == [4, 0, 4, 0]
+    pairs = [[one[who]["settings"]["sampler"]["seed"] for who in ("first", "second")]
+             for one in compared]  # fmt: skip
+    assert pairs == [[4, 4], [0, 0]]
+    assert [one["seeds"] for one in record["pooled"]] == [[4, 0], [4, 0]]
+    assert [one["mode"] for one in record["pooled"]] == ["ntp", "sbd"]
+    assert [one["score"] for one in record["pooled"]] == [pytest.approx(2 / 3)] * 2
+    for text in ("sbd fixed:2 seed 4", "ntp seed 0", "All answers of seeds 4, 0", "Against ntp"):
+        assert text in " ".join(shown.split())
+    report = run("report", out, "--out", tmp_path / "report").out
+    assert report
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "## Over several seeds" in text
+    assert "| 4, 0 | 3 | 66.7% |" in text
+    for number in range(1, 5):
+        del record["results"][-number:], record["comparisons"][-1:]
+    out.write_text(json.dumps(record | {"results": lines[:3], "pooled": []}))
+    again = run("evaluate", trained, *words, "--out", out, "--resume", "--json").json
+    assert [one["seeds"] for one in again["pooled"]] == [[4, 0], [4, 0]]
+    error = run("evaluate", trained, *words, "--seed", "4").error
+    assert error == "--seed must be given once for each seed, got [4, 0, 4]"
+
+
 @pytest.mark.parametrize("noise", [[], ["--temperature", "0.8"]])
 def test_a_stopped_evaluation_goes_on(run, trained, tmp_path, monkeypatch, noise):
     """Killed after any answer, it ends with the record of one that was never stopped."""

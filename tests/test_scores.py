@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from statistics import NormalDist
@@ -16,6 +17,7 @@ from setblock.scores import (
     compare,
     drop_bounds,
     mcnemar,
+    pooled,
     ratio_interval,
     repetition,
     wilson_interval,
@@ -136,6 +138,62 @@ def test_comparison_of_other_problems():
     line = {"task": "t", "model": "m", "mode": "ntp", "solver": None, **Score(first).result()}
     with pytest.raises(ValueError, match=r"samples must be of the same problems, got 1 of"):
         compare(line, line, (first, second))
+
+
+def seeded(rights: Sequence[Sequence[bool | None]]) -> dict:
+    """What is pooled of these answers, a list a seed; answers of seed n have n + 1 tokens."""
+    samples = [
+        [sample(index, right, (1,) * (seed + 1)) for index, right in enumerate(some)]
+        for seed, some in enumerate(rights)
+    ]
+    lines = [
+        {**Score(some).result(), "task": "a", "model": "m", "mode": "ntp", "solver": None}
+        | {"settings": {"sampler": {"seed": seed, "top_k": 3}}}
+        for seed, some in enumerate(samples)
+    ]
+    return pooled(lines, samples)
+
+
+def test_seeds_that_say_the_same_are_as_good_as_one():
+    rights = [True] * 7 + [False] * 3
+    found = seeded([rights] * 4)
+    assert (found["n"], found["score"], found["scores"]) == (10, 0.7, [0.7] * 4)
+    assert found["interval"] == pytest.approx(wilson_interval(7, 10))
+    assert found["seeds"] == [0, 1, 2, 3]
+    assert found["settings"] == {"sampler": {"seed": None, "top_k": 3}}
+    assert found["tokens_per_forward"] == (1 + 2 + 3 + 4) / sum(4 * [sample(0, True).nfe])
+
+
+def test_all_right_under_every_seed_is_as_sure_as_under_one():
+    assert seeded([[True] * 10] * 3)["interval"] == pytest.approx(wilson_interval(10, 10))
+
+
+def test_seeds_that_know_nothing_of_one_another_are_more_problems():
+    draw = np.random.default_rng(0)
+    rights = (draw.random((3, 4000)) < 0.4).tolist()
+    found = seeded(rights)
+    count = sum(map(sum, rights))
+    assert found["score"] == count / 12000
+    assert found["interval"] == pytest.approx(wilson_interval(count, 12000), abs=1e-3)
+    low, high = found["interval"]
+    assert high - low <= 1.05 * (2 * 1.96 * math.sqrt(0.24 / 12000))
+
+
+def test_the_interval_over_seeds_covers_the_truth():
+    """Problems of many kinds, under two seeds: 95 of 100 intervals hold the mean chance."""
+    draw, held = np.random.default_rng(1), 0
+    for _ in range(400):
+        chance = draw.beta(0.7, 0.7, 60)
+        low, high = seeded((draw.random((2, 60)) < chance).tolist())["interval"]
+        held += low <= 0.5 <= high
+    assert 0.93 <= held / 400 <= 0.97
+
+
+def test_pooled_without_right_answers_and_of_other_problems():
+    found = seeded([[None, None], [None, None]])
+    assert (found["score"], found["interval"], found["scores"]) == (None, None, [None, None])
+    with pytest.raises(ValueError, match="samples must be of the same problems, one of each seed"):
+        seeded([[True, True], [True]])
 
 
 def test_comparison_without_right_answers():

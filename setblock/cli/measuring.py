@@ -1,5 +1,6 @@
 """The command that scores: evaluate."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from setblock.cli.common import (
     DECODING,
+    SAMPLING,
     SOLVERS_HELP,
     BlockSizeOption,
     BranchesOption,
@@ -26,7 +28,6 @@ from setblock.cli.common import (
     Mode,
     PackOption,
     SeedFirstOption,
-    SeedOption,
     SeedsOption,
     SlideOption,
     Switch,
@@ -129,7 +130,14 @@ def evaluate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
-    seed: SeedOption = 0,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Of the sampling noise. May be given again: each setting is then scored under "
+            "each seed, and over all of them. Default: 0.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -157,9 +165,11 @@ def evaluate(
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
     """
-    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed or None}
+    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed}
     if not temperature and (useless := [name for name, value in sampled.items() if value]):
         raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
+    if seed and len(set(seed)) < len(seed):
+        raise ValueError(f"--seed must be given once for each seed, got {seed}")
     with starting(*model_names):
         from setblock import evaluate as evaluation
         from setblock import nano
@@ -167,7 +177,7 @@ def evaluate(
         from setblock.live import lines, progress_bar
         from setblock.loading import fingerprint_of
         from setblock.records import Journal, machine_of
-        from setblock.scores import Sample, compare
+        from setblock.scores import Sample, compare, pooled
         from setblock.tasks import load_items
 
     models = {"models": model_names, "mask_token_id": mask_token_id}
@@ -258,7 +268,7 @@ def evaluate(
     refuse_idle(modes, block_size=block_size)
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     if temperature:
-        common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if form and not form.chat:
         common["stop"] = form.task.stop
     place = {} if form else {"split": split, "held_out": held_out}
@@ -268,6 +278,8 @@ def evaluate(
             solvers = (solver or [None]) if one == Mode.sbd or drafts else [None]
             fixed = {"mode": one.value, **common, **values}
             settings += [{**fixed, "solver": text} for text in solvers]
+    if temperature:
+        settings = [{**one, "seed": noise} for one in settings for noise in seed or [0]]
     request = {
         **models,
         "tasks": list(problems),
@@ -280,7 +292,8 @@ def evaluate(
     journal = Journal(request, out_file, resume)
     if resume:
         err.print(f"{out_file} holds {journal.num_known} answers", style="dim")
-    firsts: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
+    firsts: dict[tuple[str, int], tuple[dict[str, Any], list[Sample]]] = {}
+    seeded: dict[str, list[tuple[dict[str, Any], list[Sample]]]] = {}
     run, say = 0, lines(err)
     total = len(model_names) * len(settings) * len(problems)
     for model_name in model_names:
@@ -298,7 +311,8 @@ def evaluate(
                 known = [Sample.from_json(sample) for sample in journal.known(run)]
                 line = journal.finished(run)
                 if line is None:
-                    words = (model_name, options["mode"], options.get("solver"), family)
+                    noise = f"seed {options['seed']}" if seed and len(seed) > 1 else None
+                    words = (model_name, options["mode"], options.get("solver"), noise, family)
                     label = f"{run + 1}/{total} " + " ".join(filter(None, words))
                     with progress_bar(err, label, len(items), say) as advance:
 
@@ -310,7 +324,7 @@ def evaluate(
                             model, family, items, batch_size, note, form, known, **options
                         )
                     line, known = line | place, score.samples
-                    first = firsts.get(family)
+                    first = firsts.get((family, options.get("seed", 0)))
                     compared = compare(first[0], line, (first[1], known)) if first else None
                     journal.finish(line, compared)
                 elif len(known) != line["n"]:
@@ -318,8 +332,14 @@ def evaluate(
                         f"resume: {journal.samples_path} holds {len(known)} of the {line['n']} "
                         f"samples of run {run}"
                     )
-                firsts.setdefault(family, (line, known))
+                firsts.setdefault((family, options.get("seed", 0)), (line, known))
+                alike = json.dumps([model_name, family, {**options, "seed": None}])
+                seeded.setdefault(alike, []).append((line, known))
                 run += 1
+    if seed and len(seed) > 1:
+        parts = (zip(*some, strict=True) for some in seeded.values())
+        journal.record["pooled"] = [pooled(lines, samples) for lines, samples in parts]
+        journal.save()
     _show(journal.record, as_json)
     if not as_json:
         busy_note()
@@ -358,6 +378,8 @@ def _show(record: dict[str, Any], as_json: bool) -> None:
         print_json(record)
         return
     out.print(evaluation.table(record["results"]))
+    if over_seeds := record.get("pooled"):
+        out.print(evaluation.pooled_table(over_seeds))
     if comparisons := record.get("comparisons"):
         out.print(evaluation.comparison_table(comparisons))
 
