@@ -491,6 +491,14 @@ class SBDTrainer(SFTTrainer):
         SFTTrainer's own packing keeps no columns but the tokens and the labels, so its pack_dataset
         is called from here, with the id repeated for each token as one more column to pack.
         """
+        columns = set(dataset.column_names or next(iter(dataset), ())) - {"sample_id"}  # our own
+        texts = {args.dataset_text_field}
+        forms = ({"input_ids"}, {"prompt", "completion"}, {"messages"}, texts)
+        if columns and formatting_func is None and not any(form <= columns for form in forms):
+            wanted = ", or ".join(" and ".join(sorted(form, reverse=True)) for form in forms)
+            raise ValueError(
+                f"the {name} dataset needs columns {wanted}; it has {', '.join(sorted(columns))}"
+            )
         dataset = with_sample_ids(dataset)
         # SFTTrainer goes by the prompt and completion columns alone, and would train on the prompts
         # of a tokenised dataset whose completion_mask says which tokens they are.

@@ -73,6 +73,18 @@ def test_plain_text_learns_every_token(tmp_path, stream):
     assert len(logged(run, "matp_loss")) == 4
 
 
+@pytest.mark.parametrize("row", [{"question": "w5", "answer": "w6"}, {"prompt": "w5"}])
+def test_rows_without_a_column_to_learn_from_are_refused(tmp_path, row):
+    wanted = "input_ids, or prompt and completion, or messages, or text"
+    rows = Dataset.from_list([row] * 8)
+    for one in (rows, rows.to_iterable_dataset()):
+        message = f"^the train dataset needs columns {wanted}; it has {', '.join(sorted(row))}$"
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, one)
+    body = Dataset.from_list([{"body": "w5 w6"}] * 8)
+    assert len(trainer(tmp_path, body, dataset_text_field="body").train_dataset) == 8
+
+
 def test_prepared_datasets_can_skip_preparation(tmp_path):
     run = trainer(tmp_path, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)
     run.train()
