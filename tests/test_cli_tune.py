@@ -1,6 +1,7 @@
 """tune: the command, what it writes and what it refuses."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -42,7 +43,7 @@ def test_blocks_that_slide_are_tried_and_written(run, checkpoint, tmp_path, judg
     assert "--slide is for mode sbd" in run("tune", folder, "--mode", "verified", "--slide").error
 
 
-def test_command(run, checkpoint, tmp_path, judge, capsys):
+def test_command(run, checkpoint, tmp_path, judge, capsys, monkeypatch):
     judge(lambda mode, number: True)
     drafting = {"block_size": 3, "branches": 2, "seeds": 1, "lookup": 4}
     settings = {"trained": True, "mode": "verified", "verified": drafting}
@@ -73,6 +74,11 @@ def test_command(run, checkpoint, tmp_path, judge, capsys):
     assert f"acceptance of drafted tokens: {line['acceptance']:.2f}\n" in shown
     assert load(folder).acceptance == line["acceptance"]
     assert f"--no-write: {folder} is as it was" in run("tune", *words, "--resume", "--no-write").out
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert "busy" not in run("tune", *words, "--resume", "--no-write").err, "nothing was timed"
+    timed = record | {"results": [line | {"by": "clock"}]}
+    out.write_text(json.dumps(timed))
+    assert "machine is busy (load 99.0 on" in run("tune", *words, "--resume", "--no-write").err
     for count, told in ((1, "1 item in the end: too few to tell"), (7, "7 items"), (8, "")):
         tell(line | {"by": "clock", "confirmed_on": count})
         shown = capsys.readouterr().out

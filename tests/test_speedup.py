@@ -183,8 +183,10 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     monkeypatch.setattr("setblock.speedup.finetune", None)
     record = json.loads((tmp_path / "fast" / "speedup.json").read_text())
     (tmp_path / "fast" / "speedup.json").write_text(json.dumps(record | {"results": []}))
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     run(monkeypatch, "speedup", *words)
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert "this machine is busy (load 99.0 on" in told
     assert "llama" in out
     assert "says, but for rounding, 1.75 times as fast" in out
     assert "rounding: verified, whose text differs" in out

@@ -18,6 +18,7 @@ from setblock.cli.common import (
     DtypeOption,
     JsonOption,
     app,
+    busy_note,
     err,
     fail,
     load_model,
@@ -170,6 +171,8 @@ def speedup(
         record |= {**origin, "results": [line]}
         save_record(record, file)
         _note_choice(output_dir / "README.md", record)
+        if not as_json:
+            busy_note()
     elif not as_json:
         err.print(f"finished already; what {file} says:", style="dim")
     line = record["results"][0]

@@ -21,6 +21,7 @@ from setblock.cli.common import (
     ModelName,
     PackOption,
     app,
+    busy_note,
     err,
     load_model,
     out,
@@ -215,6 +216,8 @@ def tune(
         print_json(journal.record)
         return
     tell(line)
+    if line["by"] == "clock":
+        busy_note()
     if line["chosen"]["mode"] == "ntp":
         need = tuning.items_needed(target, len(line["finalists"]))
         out.print(
