@@ -120,8 +120,17 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     draws = {
         name: given.pop(name) for name in ("temperature", "top_p", "top_k", "seed") if name in given
     }
+    try:
+        rule = parse(solver) if isinstance(solver, str) else solver
+    except ValueError as error:
+        if "solver" in typed:
+            raise
+        raise ValueError(
+            f"the solver that {model.name} names by itself: {error}; a rule of your own is made "
+            "known by setblock --import FILE.py"
+        ) from error
     return Settings(
-        solver=parse(solver) if isinstance(solver, str) else solver,
+        solver=rule,
         sampler=Sampler(**draws),
         stop=tuple(stop) if isinstance(stop, Iterable) else stop,
         **given,

@@ -100,7 +100,8 @@ def _read_one(path: Path) -> Measured:
         found.answers += [_replayed(one) for one in record["answers"]]
         return found
     origin = {name: record[name] for name in ("command", "commit", "date", "machine")}
-    found.origins.append({"file": path.name, **origin})
+    own = record.get("imported", {})
+    found.origins.append({"file": path.name, "imported": {**own}, **origin})
     samples = _samples_beside(path)
     for run, line in enumerate(record["results"]):
         if "contender" in line:

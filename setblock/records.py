@@ -141,8 +141,13 @@ class Journal:
         if isinstance(old["request"], dict):
             stays = {name: old["request"][name] for name in self.kept if name in old["request"]}
             self.record["request"] |= stays
-        for name in ("request", "commit", "versions", "imported"):
-            now = json.loads(json.dumps(self.record.get(name)))
+        before, after = (sorted(one.get("imported", {}).values()) for one in (old, self.record))
+        if before != after:
+            raise ValueError(
+                f"resume: {path} was made with {_named(old)}, now with {_named(self.record)}"
+            )
+        for name in ("request", "commit", "versions"):
+            now = json.loads(json.dumps(self.record[name]))
             if old.get(name) != now:
                 raise ValueError(
                     f"resume: {path} was made by another {name}: {_difference(old.get(name), now)}"
@@ -186,6 +191,12 @@ def _lock(path: Path) -> None:
     except Timeout:
         raise ValueError(f"another command is writing to {path}") from None
     _LOCKS[place] = lock
+
+
+def _named(record: dict[str, Any]) -> str:
+    """The files of a record that were imported, so that two of one name can be told apart."""
+    files = [f"{file} ({digest[:8]})" for file, digest in record.get("imported", {}).items()]
+    return f"--import {', '.join(files)}" if files else "no --import"
 
 
 def _difference(old: Any, new: Any) -> str:

@@ -58,7 +58,7 @@ def tables(found: Measured) -> list[Shown]:
                 str(line["n"]),
                 _cell(line["score"], ".1%"),
                 " to ".join(f"{end:.1%}" for end in line["interval"] or ()),
-                ", ".join(_cell(one, ".1%") for one in line["scores"]),
+                ", ".join(f"{one:.1%}" for one in line["scores"] if one is not None),
                 f"{line['tokens_per_forward']:.2f}",
             )
             for line in found.pooled
@@ -253,7 +253,10 @@ def markdown(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path
 def _origin(one: dict[str, Any]) -> str:
     machine = one["machine"]
     place = machine["cuda"] or f"{machine['cores']} cores of {machine['cpu']}"
-    return f"`{one['file']}`: `{one['command']}`, commit {one['commit']}, {place}, {one['date']}"
+    own = "".join(f", {file} ({digest})" for file, digest in one["imported"].items())
+    return (
+        f"`{one['file']}`: `{one['command']}`, commit {one['commit']}{own}, {place}, {one['date']}"
+    )
 
 
 def page(found: Measured, shown: Sequence[Shown], plots: Sequence[tuple[Path, str]]) -> str:

@@ -196,7 +196,8 @@ def pooled(lines: Sequence[dict[str, Any]], samples: Sequence[Sequence[Sample]])
 
     scores: of each seed. Intervals are of 95 %, and go by how much problems differ, each with all
     of its answers, as answers to one problem are alike: Wilson's for the score, of as many
-    independent answers as would spread like that (Korn and Graubard 1998), at least one a problem.
+    independent answers as would spread like that, at least one a problem.
+    Source: Korn and Graubard (1998), Survey Methodology 24, their Student's factor included.
     Raises: ValueError for samples of other problems.
     """
     by_problem: dict[tuple[int, str], list[Sample]] = {}
@@ -216,6 +217,7 @@ def pooled(lines: Sequence[dict[str, Any]], samples: Sequence[Sequence[Sample]])
         effective = float(len(answers))
         if spread:
             effective = score * (1 - score) * len(answers) * (len(answers) - 1) / spread
+            effective *= (Z_95 / _student(len(answers) - 1)) ** 2
         effective = min(max(effective, len(answers)), n)
         interval = wilson_interval(score * effective, effective)
     tokens = [sum(len(one.token_ids) for one in some) for some in answers]

@@ -291,6 +291,7 @@ FORMS: dict[str, tuple[Callable[..., Solver], type[int] | type[float], str]] = {
     "fixed": (FixedCount, int, "N"),
     "prefix": (ConfidentPrefix, float, "TAU"),
 }
+BUILT_IN = frozenset(FORMS)  # `register` adds others to FORMS
 
 
 def register(
@@ -301,10 +302,11 @@ def register(
     make: gives the rule of a number of this kind; its `str` must be such a text.
     Raises: ValueError for a name that is taken, or that can't stand before a colon.
     """
-    if name in FORMS or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+    if name in FORMS:
+        raise ValueError(f"there is a solver {name!r} already, choose another name")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise ValueError(
-            "a solver's name must be lower-case letters, digits and dashes, and none of "
-            f"{', '.join(FORMS)}; got {name!r}"
+            f"a solver's name must be lower-case letters, digits and dashes, got {name!r}"
         )
     FORMS[name] = make, kind, field
 
@@ -315,22 +317,28 @@ def parse(text: str) -> Solver:
     Raises: ValueError, listing every accepted form, if the text is none of them.
     """
     name, _, number = text.partition(":")
+    forms = ", ".join(f"{form}:{field}" for form, (_, _, field) in FORMS.items())
+    if name not in FORMS:
+        raise ValueError(f"solver must be one of {forms}; got {text!r}")
+    make, kind, field = FORMS[name]
     try:
-        make, kind, field = FORMS[name]
-        try:
-            value = kind(number)
-        except ValueError:
+        if (value := _number(kind, number)) is None:
             whole = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{field} must be {whole}, got {number!r}") from None
+            raise ValueError(f"{field} must be {whole}, got {number!r}")
         solver = make(value)
-        told = f"{name}:{value}"
-        if str(solver) != told:
-            raise ValueError(f"its __str__ must be {told!r}, got {str(solver)!r}")
-        return solver
-    except (KeyError, ValueError) as error:
-        forms = ", ".join(f"{form}:{field}" for form, (_, _, field) in FORMS.items())
-        reason = f" ({error})" if name in FORMS else ""
-        raise ValueError(f"solver must be one of {forms}; got {text!r}{reason}") from error
+        said, _, told = str(solver).partition(":")
+        if said != name or _number(kind, told) != value:
+            raise ValueError(f"its __str__ must be '{name}:{value}', got {str(solver)!r}")
+    except ValueError as error:
+        raise ValueError(f"solver must be one of {forms}; got {text!r} ({error})") from error
+    return solver
+
+
+def _number(kind: type[int] | type[float], text: str) -> Number | None:
+    try:
+        return kind(text)
+    except ValueError:
+        return None
 
 
 def entropy(logits: Logits) -> Score:

@@ -400,8 +400,17 @@ def test_import(run, tmp_path, monkeypatch):
     solvers.FORMS.pop("mine")
     Path("rule.py").write_text(RULE + "# changed", encoding="utf-8")
     told = run(*own, *words, "--batch-size", 1, "--resume")
-    assert "was made by another imported" in told.err
+    changed = hashlib.sha256((RULE + "# changed").encode()).hexdigest()
+    files = f"--import rule.py ({digest[:8]}), now with --import rule.py ({changed[:8]})"
+    assert told.error.endswith(f"was made with {files}")
     assert "solver must be one of" not in told.err
+    solvers.FORMS.pop("mine")
+    Path("rule.py").write_text(RULE, encoding="utf-8")
+    monkeypatch.setattr(imported, "FILES", {})
+    told = run("--import", tmp_path / "rule.py", *words, "--batch-size", 1, "--resume", "--json")
+    assert json.loads(told.out)["results"] == record["results"], "the same file by another name"
+    assert run("report", out, "--out", tmp_path / "report").code == 0
+    assert f", rule.py ({digest}), " in (tmp_path / "report" / "report.md").read_text()
     solvers.FORMS.pop("mine")
     out.unlink()
     out.with_suffix(".samples.jsonl").unlink()
@@ -429,6 +438,47 @@ def test_import_of_what_is_no_code(run, tmp_path, monkeypatch, name, text, messa
 def test_import_goes_first(run):
     told = run("generate", "nano", "--import", "a.py")
     assert "--import goes before the command: setblock --import FILE.py COMMAND" in told.err
+    for command in ("train", "speedup"):
+        words = ["--model", "nano", "--data", "a.jsonl", "--output-dir", "a"]
+        told = run(command, *words, "--import", "a.py")
+        assert "--import goes before the command: setblock --import FILE.py COMMAND" in told.err
+
+
+def test_an_imported_file_has_modules_beside_it_and_errors_a_place(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(solvers, "FORMS", dict(solvers.FORMS))
+    monkeypatch.setattr(imported, "FILES", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_rule.py").write_text("def fails(): return [].none")
+    rule = tmp_path / "rule.py"
+    more = "import beside_the_rule\nregister('fails', lambda n: beside_the_rule.fails())\n"
+    rule.write_text(RULE + more)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    told = run("--import", "../rule.py", "generate", "nano", "a", "--solver", "fails:1")
+    line = len((RULE + more).splitlines())
+    assert told.code == 1
+    assert told.error == (
+        f"AttributeError: 'list' object has no attribute 'none' ({rule}, line {line})"
+    )
+
+
+def test_what_runs_is_what_the_file_holds(tmp_path, monkeypatch):
+    """Not what Python keeps of an earlier one of that size and second."""
+    monkeypatch.setattr(imported, "FILES", {})
+    for number in (1, 2):
+        (tmp_path / "a.py").write_text(f"import sys\nsys.number = {number}")
+        os.utime(tmp_path / "a.py", (1, 1))
+        imported.run(tmp_path / "a.py")
+        assert sys.number == number  # type: ignore[attr-defined]
+    assert not (tmp_path / "__pycache__").exists()
+    del sys.number  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_s_own_rule_needs_its_file(run, checkpoint):
+    folder = checkpoint("llama", settings={"trained": True, "solver": "mine:2"})
+    told = run("generate", folder, "a").error
+    assert f"the solver that {folder} names by itself: solver must be one of entropy:" in told
+    assert told.endswith("a rule of your own is made known by setblock --import FILE.py")
 
 
 def test_version(run):

@@ -213,7 +213,10 @@ def test_evaluate_under_several_seeds(run, trained, tmp_path, monkeypatch):
     again = run("evaluate", trained, *words, "--out", out, "--resume", "--json").json
     assert [one["seeds"] for one in again["pooled"]] == [[4, 0], [4, 0]]
     error = run("evaluate", trained, *words, "--seed", "4").error
-    assert error == "--seed must be given once for each seed, got [4, 0, 4]"
+    assert error == "--seed must be given once for each, got [4, 0, 4]"
+    twice = ["--solver", "fixed:2", "--solver", "fixed:2", "--mode", "sbd"]
+    error = run("evaluate", trained, *twice).error
+    assert error == "--solver must be given once for each, got ['fixed:2', 'fixed:2']"
 
 
 @pytest.mark.parametrize("noise", [[], ["--temperature", "0.8"]])

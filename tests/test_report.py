@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SHORT
 from matplotlib.figure import Figure
 
 from setblock import evaluate, measured, nano, report
@@ -64,6 +65,15 @@ def _make(run, folder, files, monkeypatch) -> None:
     run("tune", folder, "--task", "json", *few, *solver, "--out", files["tuned"])
     answer = run("demo", "--model", folder, "--prompt", HOSTILE, "--prompt", "c", "--json")
     files["demo"].write_text(answer.out)
+
+
+def test_seeds_of_what_is_never_right_have_no_scores(run, folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    words = ["--task", "prompts", "--data", tmp_path / "rows.jsonl", "--mode", "ntp"]
+    words += ["--temperature", "1", "--seed", "1", "--seed", "2", *SHORT]
+    run("evaluate", folder, *words, "--out", tmp_path / "a.json")
+    run("report", tmp_path / "a.json", "--out", tmp_path / "report")
+    assert "| 1, 2 | 2 |  |  |  | 1.00 |" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_a_finalist_that_differs_by_rounding_alone(run, records, tmp_path):

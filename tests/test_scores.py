@@ -179,14 +179,15 @@ def test_seeds_that_know_nothing_of_one_another_are_more_problems():
     assert high - low <= 1.05 * (2 * 1.96 * math.sqrt(0.24 / 12000))
 
 
-def test_the_interval_over_seeds_covers_the_truth():
-    """Problems of many kinds, under two seeds: 95 of 100 intervals hold the mean chance."""
+@pytest.mark.parametrize(("problems", "seeds", "a", "b"), [(60, 2, 0.7, 0.7), (8, 10, 0.3, 3)])
+def test_the_interval_over_seeds_covers_the_truth(problems, seeds, a, b):
+    """Problems of many kinds: 95 of 100 intervals hold the mean chance, of few problems too."""
     draw, held = np.random.default_rng(1), 0
-    for _ in range(400):
-        chance = draw.beta(0.7, 0.7, 60)
-        low, high = seeded((draw.random((2, 60)) < chance).tolist())["interval"]
-        held += low <= 0.5 <= high
-    assert 0.93 <= held / 400 <= 0.97
+    for _ in range(600):
+        chance = draw.beta(a, b, problems)
+        low, high = seeded((draw.random((seeds, problems)) < chance).tolist())["interval"]
+        held += low <= a / (a + b) <= high
+    assert 0.92 <= held / 600 <= 0.98
 
 
 def test_pooled_without_right_answers_and_of_other_problems():

@@ -455,9 +455,14 @@ def test_a_rule_of_one_s_own_gets_a_name(monkeypatch):
         parse("x")
     with pytest.raises(ValueError, match=r"TAU must be a number, got 'much'"):
         parse("mine-2:much")
-    for name in ("mine-2", "entropy", "a:b", "", "Mine"):
+    for name in ("a:b", "", "Mine"):
         with pytest.raises(ValueError, match=f"^a solver's name must be .*got '{name}'$"):
             solvers.register(name, Mine)
+    for name in ("mine-2", "entropy"):
+        with pytest.raises(ValueError, match=f"^there is a solver '{name}' already"):
+            solvers.register(name, Mine)
+    solvers.register("whole", lambda x: Mine(x, told=f"whole:{x:g}"))
+    assert str(parse("whole:1")) == "whole:1", "the same number in another form"
     solvers.register("other", partial(Mine, told="mine-2:3"))
     with pytest.raises(ValueError, match=r"\(its __str__ must be 'other:1.0', got 'mine-2:3'\)$"):
         parse("other:1")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from setblock import solvers
 from setblock.checkpoint import write_settings
 from setblock.names import BUNDLED
 from setblock.vllm import command
@@ -232,3 +233,12 @@ def test_an_export_names_its_mask_token(checkpoint, tmp_path, run, ran):
     write_settings(folder, mask_token_id=7, trained=True)
     run("serve", folder, "--engine", "vllm")
     assert json.loads(after(ran[0], "--hf-overrides"))["mask_token_id"] == 7
+
+
+def test_rules_of_one_s_own_are_not_known_there(run, ran, untrained, monkeypatch):
+    monkeypatch.setattr(solvers, "FORMS", {**solvers.FORMS, "mine": solvers.FORMS["fixed"]})
+    monkeypatch.setattr(solvers.FixedCount, "__str__", lambda self: f"mine:{self.n}")
+    words = ["--allow-untrained", "--mask-token-id", "9", "--solver", "mine:2"]
+    error = run("serve", untrained, "--engine", "vllm", *words).error
+    assert error == "vLLM knows the built-in solvers alone, got 'mine:2'"
+    assert not ran

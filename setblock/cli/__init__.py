@@ -3,6 +3,7 @@
 import atexit
 import gc
 import inspect
+import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -58,6 +59,13 @@ def _told(error: typer.TyperException) -> str:
     return message + "".join(f", got {value}" for value in given if value not in message)
 
 
+def _placed(message: str) -> str:
+    """The message, or where --import goes, if it is of that word behind the command."""
+    if re.match(r"(No such|unknown training) option:? '?--import\b", message):
+        return "--import goes before the command: setblock --import FILE.py COMMAND ..."
+    return message
+
+
 def _leave_at_once() -> None:
     """Else the interpreter takes a second at its end to search all of torch for garbage.
 
@@ -82,20 +90,20 @@ def main() -> None:
         message = _told(error).replace(": Value error, ", ": ")
         if message.startswith("No such option: -") and not message.startswith("No such option: --"):
             message += "; what begins with a dash and is no option goes last, after --"
-        if message.startswith("No such option: --import"):
-            message = "--import goes before the command: setblock --import FILE.py COMMAND ..."
-        fail(message or "a command is missing", error.exit_code)
+        fail(_placed(message) or "a command is missing", error.exit_code)
     except OSError as error:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
         if isinstance(error, FileExistsError) and place:  # a folder was to be made there
             fail(f"{str(error.filename)!r} is a file, not a folder", 1)
         fail(f"{error.strerror}{place}" if error.strerror else str(error), 1)  # without the number
     except (ValueError, TypeError, ImportError) as error:
-        fail((str(error) or type(error).__name__) + imported.place_of(error), 1)
+        fail(_placed(str(error)) or type(error).__name__, 1, imported.place_of(error))
     except Exception as error:
         from safetensors import SafetensorError  # a full disk, to this library
 
         cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+        if place := imported.place_of(error):
+            fail(f"{type(error).__name__}: {error}", 1, place)
         if not (cut or isinstance(error, SafetensorError)):
             raise
         fail(f"weights can't be read or written: {str(error).splitlines()[0]}", 1)

@@ -415,9 +415,9 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(finite(value), allow_nan=False), flush=True)
 
 
-def fail(message: str, code: int) -> NoReturn:
+def fail(message: str, code: int, place: str = "") -> NoReturn:
     """One line on stderr, and the end."""
-    err.print("error:", " ".join(message.split()), style="red")
+    err.print("error:", " ".join(message.split()) + place, style="red")
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

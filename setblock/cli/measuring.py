@@ -165,11 +165,13 @@ def evaluate(
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
     """
-    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None, "seed": seed}
+    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None}
+    sampled["seed"] = None if seed == [0] else seed
     if not temperature and (useless := [name for name, value in sampled.items() if value]):
         raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
-    if seed and len(set(seed)) < len(seed):
-        raise ValueError(f"--seed must be given once for each seed, got {seed}")
+    for name, values in (("seed", seed), ("solver", solver)):
+        if values and len(set(values)) < len(values):
+            raise ValueError(f"--{name} must be given once for each, got {values}")
     with starting(*model_names):
         from setblock import evaluate as evaluation
         from setblock import nano

@@ -168,6 +168,7 @@ def speedup(
         write_choice(output_dir, line, dtype, None)
         if line["chosen"]["mode"] == "ntp":  # else a gated adapter drafts by default
             write_settings(output_dir, mode="ntp", verified=None)
+        record.pop("imported", None)
         record |= {**origin, "results": [line]}
         save_record(record, file)
         _note_choice(output_dir / "README.md", record)
@@ -262,7 +263,8 @@ def _fastest(
     machine = machine_of(model.device)
     now = {name: one for name, one in new_record().items() if name != "results"}
     origin = now | {"machine": machine}
-    told = [request, *(origin[name] for name in ("machine", "commit", "versions"))]
+    names = ("machine", "commit", "versions", "imported")
+    told = [request, *(origin[name] for name in names if name in origin)]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     path = folder / OWN_FOLDER / f"settings-{digest}.json"
     journal = Journal(request, path, path.exists())

@@ -14,7 +14,7 @@ from setblock.checkpoint import base_of, checked_settings, read_settings
 from setblock.loading import LOAD_ERRORS, place_of
 from setblock.model import DEFAULTS
 from setblock.names import ModelError, any_of, lasting, one_line
-from setblock.solvers import parse
+from setblock.solvers import BUILT_IN, parse
 from setblock.vllm import ARCHITECTURES, PREFIX
 from setblock.vllm.requests import hindrance_to_sliding
 
@@ -86,6 +86,8 @@ def command(
         )
     solver = own.get("solver", DEFAULTS["solver"])
     parse(solver)
+    if solver.partition(":")[0] not in BUILT_IN:
+        raise ValueError(f"vLLM knows the built-in solvers alone, got {solver!r}")
     size = own.get("block_size", DEFAULTS["block_size"])
     # The settings of an adapter hold, and not those of its base, which vLLM would read.
     served = {"mode": own.get("mode", "sbd" if trained else "ntp"), "solver": solver}
