@@ -217,6 +217,7 @@ def test_evaluate_under_several_seeds(run, trained, tmp_path, monkeypatch):
     twice = ["--solver", "fixed:2", "--solver", "fixed:2", "--mode", "sbd"]
     error = run("evaluate", trained, *twice).error
     assert error == "--solver must be given once for each, got ['fixed:2', 'fixed:2']"
+    assert run("evaluate", "a", "a").error == "MODEL must be given once for each, got ['a', 'a']"
 
 
 @pytest.mark.parametrize("noise", [[], ["--temperature", "0.8"]])

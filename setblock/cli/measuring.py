@@ -169,9 +169,9 @@ def evaluate(
     sampled["seed"] = None if seed == [0] else seed
     if not temperature and (useless := [name for name, value in sampled.items() if value]):
         raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
-    for name, values in (("seed", seed), ("solver", solver)):
+    for name, values in (("--seed", seed), ("--solver", solver), ("MODEL", model_names)):
         if values and len(set(values)) < len(values):
-            raise ValueError(f"--{name} must be given once for each, got {values}")
+            raise ValueError(f"{name} must be given once for each, got {values}")
     with starting(*model_names):
         from setblock import evaluate as evaluation
         from setblock import nano
