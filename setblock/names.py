@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ BUNDLED = {
 ADAPTER_CONFIG = "adapter_config.json"  # what tells an adapter from a whole checkpoint
 HUB_FILES = ("config.json", ADAPTER_CONFIG)  # one of them is in every repository of a model
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+LONGEST = 300  # characters of an error within a line
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,10 @@ def any_of(names: Iterable[str]) -> str:
 def one_line(error: BaseException) -> str:
     """What it says, without the stop at its end: more may follow."""
     text = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return textwrap.shorten(text.rstrip(". \n"), 300, placeholder=" ...")
+    text = " ".join(text.split()).rstrip(".")
+    if len(text) <= LONGEST:
+        return text
+    return (text[:LONGEST].rpartition(" ")[0] or text[:LONGEST]) + " ..."
 
 
 def check(name: str) -> None:
