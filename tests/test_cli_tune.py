@@ -90,17 +90,18 @@ def test_command_where_nothing_is_proven(run, checkpoint, tmp_path, judge):
     judge(lambda mode, number: mode == "ntp")
     folder = shutil.copytree(checkpoint("llama", settings={"trained": True}), tmp_path / "copy")
     before = (folder / "generation_config.json").read_text()
-    words = ("--task", "json", "--limit", "40", "--solver", "fixed:2", "--max-new-tokens", "4")
+    words = ("--task", "json", "--solver", "fixed:2", "--max-new-tokens", "4")
     words += ("--block-size", "4")
     for drop in ("0.5", "0"):
-        shown = run("tune", folder, *words, "--dtype", "bfloat16", "--max-drop", drop).out
+        few = ("--limit", "12", "--dtype", "bfloat16", "--max-drop", drop)
+        shown = run("tune", folder, *words, *few).out
         assert "chosen: ntp, 1.00 times" in shown
         assert f"nothing faster is proven to lose at most {drop} points, and no setting is" in shown
         after = (folder / "generation_config.json").read_text()
         changed = {**json.loads(after)["setblock"]}
         assert 0 < changed.pop("acceptance") < 1, "measured, so written"
         assert changed == json.loads(before)["setblock"]
-    alone = ("--mode", "sbd", "--no-slide", "--no-write")
+    alone = ("--mode", "sbd", "--no-slide", "--no-write", "--limit", "40")
     shown = run("tune", folder, *words, *alone).out  # one, which shares its error with no other
     assert "needs 539 confirming items, here were 20" in " ".join(shown.split())
 
