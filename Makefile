@@ -39,7 +39,9 @@ check: setup
 
 setup: $(VENV)/.ready
 
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported, unless Python may not keep what it compiles: of thousands
+# some are ever used.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # By a path, which is found before a folder of the same name: Python may run in the one above.
 EDITABLE = --config-settings editable_mode=compat --editable
 

@@ -19,7 +19,7 @@ SERVER.set_forkserver_preload(
 
 
 class Running:
-    """`setblock WORDS`, `python SCRIPT WORDS` or `python -c SOURCE`, under way.
+    """`setblock WORDS`, or `python` with `SCRIPT WORDS`, `-m MODULE WORDS` or `-c SOURCE`.
 
     folder: where it runs. environment: variables beside this process's own.
     """
@@ -63,6 +63,8 @@ def _run(words: list[str], folder: Path, environment: dict[str, str], out: Path,
         main()
     elif sys.argv[0] == "-c":
         exec(sys.argv[1], {"__name__": "__main__"})
+    elif sys.argv[0] == "-m":
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
         runpy.run_path(sys.argv[0], run_name="__main__")

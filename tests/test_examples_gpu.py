@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 import typer
@@ -121,7 +122,28 @@ def test_the_gpu_benchmark_by_graphs(monkeypatch, tmp_path, simulated_graphs):
     assert told == ["kernels"]
 
 
-def test_the_three_models_of_a_gpu(tmp_path) -> None:
+class Forked(forked.Running):
+    """A `subprocess.Popen` whose process needs no imports of its own."""
+
+    def __init__(self, words: list[str], stdout: Any, stderr: Any, env: dict[str, str]) -> None:
+        python, *own = words
+        assert (python, stdout) == (sys.executable, stderr)
+        super().__init__(["python", *own], Path.cwd(), **env)
+
+    def poll(self) -> int | None:
+        if self.returncode is not None:
+            self.kept.cleanup()
+        return self.returncode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+
+def test_the_three_models_of_a_gpu(tmp_path, monkeypatch) -> None:
     """Stopped at once, gone on with to the end, and nothing left to train then."""
     prompts, dev = tmp_path / "prompts.jsonl", tmp_path / "dev.jsonl"
     asked = [f"What is 1 + {count}?" for count in range(6)]
@@ -129,26 +151,24 @@ def test_the_three_models_of_a_gpu(tmp_path) -> None:
     questions = [{"question": text, "answer": "#### 4"} for text in asked]
     dev.write_text("".join(json.dumps(row) + "\n" for row in questions))
     out = tmp_path / "out"
-    words = ["--prompts", prompts, "--dev", f"gsm8k={dev}"]
-    words += ["--base", "nano", "--output-dir", out, "--steps", 2, "--adapter-steps", 2]
-    words += [
-        "--batch-size",
-        2,
-        "--adapter-batch-size",
-        3,
-        "--answer-tokens",
-        12,
-        "--answer-batch-size",
-        6,
-        "--writers",
-        2,
-    ]
-    words += ["--rate", 1e-4, "--adapter-rate", 1e-3, "--questions", 1, "--minutes"]
+    words = [
+        "--prompts", prompts, "--dev", f"gsm8k={dev}", "--base", "nano", "--output-dir", out,
+        "--steps", 2, "--adapter-steps", 2, "--batch-size", 2, "--adapter-batch-size", 3,
+        "--answer-tokens", 12, "--answer-batch-size", 6, "--writers", 2, "--rate", 1e-4,
+        "--adapter-rate", 1e-3, "--questions", 1, "--minutes",
+    ]  # fmt: skip
     told = run("smollm2_gpu.py", *words, 0.001)
     assert "stopped before answers-0, answers-1 was done: the same goes on" in told
-    assert f"all is trained, in {out}" in run("smollm2_gpu.py", *words, 9, "--measuring", 0)
+    smollm2_gpu, run_script = imported(monkeypatch, "smollm2_gpu")
+    monkeypatch.setattr(smollm2_gpu, "subprocess", SimpleNamespace(Popen=Forked))
+
+    def run_here(*words: Any, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["smollm2_gpu.py", *map(str, words)])
+        return run_script(*words, code=code)
+
+    assert f"all is trained, in {out}" in run_here(*words, 9, "--measuring", 0)
     assert not [*out.glob("*-gsm8k-*")]
-    assert f"all is in {out}" in run("smollm2_gpu.py", *words, 9, "--measuring", 2)
+    assert f"all is in {out}" in run_here(*words, 9, "--measuring", 2)
     modes = {}
     for name in ("base", "gated", "sbd", "twin"):
         results = json.loads((out / f"{name}-gsm8k-dev.json").read_text())["results"]
@@ -162,7 +182,7 @@ def test_the_three_models_of_a_gpu(tmp_path) -> None:
     assert sorted(json.loads(line)["index"] for line in answers) == list(range(6))
     with prompts.open("a") as more:
         more.write(json.dumps({"prompt": "And now?"}) + "\n")
-    told = " ".join(run("smollm2_gpu.py", *words, 9, code=2).replace("│", "").split())
+    told = " ".join(run_here(*words, 9, code=2).replace("│", "").split())
     assert "has not the answers to all prompts of" in told
     logs = [(out / way / "log.jsonl").read_text() for way in ("gated", "sbd", "twin")]
     assert all('"step": 2' in log for log in logs)

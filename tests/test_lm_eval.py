@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import lm_eval
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_bad_values_are_refused_before_the_first_task(folder, options, message):
 
 def test_command(folder, tasks):
     """The real command line, in a process of its own."""
-    words = ["-m", "setblock.lm_eval", "run", "--model", "setblock", "--tasks", "echo"]
+    words = ["python", "-m", "setblock.lm_eval", "run", "--model", "setblock", "--tasks", "echo"]
     arguments = f"pretrained={folder},mode=verified,dtype=float32,mask_token_id=7"
     words += [
         "--model_args",
@@ -203,26 +204,14 @@ def test_command(folder, tasks):
         "2",
     ]
     out = tasks / "out"
-    done = subprocess.run(
-        [sys.executable, *words, "--output_path", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    done = forked.run([*words, "--output_path", str(out)], Path.cwd())
     assert done.returncode == 0, done.stderr[-3000:]
     [record] = [json.loads(file.read_text()) for file in out.rglob("results*.json")]
     assert record["results"]["echo"]["exact_match,none"] == 1
     assert record["config"]["setblock"]["nfe"] > 0
     assert torch.cuda.is_available() or "no CUDA here for device cuda" in done.stderr
     words[words.index(arguments)] = f"pretrained={folder},modee=x"
-    wrong = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    wrong = forked.run(words, Path.cwd())
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[-1].startswith("error: model argument modee is not one of")
     assert "Traceback" not in wrong.stderr
