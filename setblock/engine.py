@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
+from setblock.calls import Hearing, Listener
 from setblock.fields import Asked, Refused
 from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.model import Model
@@ -39,12 +40,18 @@ class Engine(GenerateManager):
         self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **_: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **more: Any
     ) -> tuple[asyncio.Queue, Stream]:
-        """A queue of the committed pieces of text, in order, None at its end; and its stream."""
+        """A queue of the committed pieces of text, in order, None at its end; and its stream.
+
+        processor: Served, or a Hearing, of whose answer the queue has thoughts and calls as well.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
-        reveals = self._begin(inputs, gen_config)
+        listener = None
+        if isinstance(processor, Hearing):
+            listener = Listener(more["response_parser"], processor)
+        reveals = self._begin(processor.model, inputs, gen_config)
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
@@ -54,7 +61,10 @@ class Engine(GenerateManager):
         def run() -> None:
             try:
                 for reveal in self._unless_ending(reveals):
-                    if reveal.text:
+                    if listener is not None:
+                        for part in listener.hear(reveal.text, reveal.generation is not None):
+                            put(part)
+                    elif reveal.text:
                         put(reveal.text)
                     if reveal.generation is not None:
                         streamed.total_tokens = reveal.generation.num_tokens
@@ -76,23 +86,25 @@ class Engine(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """(text, tokens of the prompt, ids of the answer)."""
-        reveals = self._begin(inputs, gen_config)
+        reveals = self._begin(processor.model, inputs, gen_config)
 
         def run() -> Generation:
             found = (one.generation for one in self._unless_ending(reveals))
             return next(generation for generation in found if generation is not None)
 
         generation = await self.async_submit(run)
+        if isinstance(processor, Hearing):
+            processor.said = generation.text
         self._finish(request_id, gen_config, generation)
         return generation.text, generation.prompt_tokens, list(generation.token_ids)
 
-    def _begin(self, inputs: Any, asked: Asked) -> Iterator[Reveal]:
+    def _begin(self, model: Model, inputs: Any, asked: Asked) -> Iterator[Reveal]:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
         ids = inputs["input_ids"][0].tolist()
-        context, limit = self.model.context_length, asked.limit
+        context, limit = model.context_length, asked.limit
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
-                settings = settings_for(self.model, **asked.options)
+                settings = settings_for(model, **asked.options)
                 limit = settings.room(context - len(ids))
                 if limit < 1:
                     size = settings.stride
@@ -103,7 +115,7 @@ class Engine(GenerateManager):
                         f"got {len(ids)} tokens",
                     )
             options: Any = {**asked.options, "max_new_tokens": limit}
-            return iter(stream(self.model, [ids], **options))
+            return iter(stream(model, [ids], **options))
         except (ValueError, TypeError) as error:
             message = str(error).replace("max_new_tokens", asked.limited_by)
             message = message.replace(", or name another by mask_token_id", "")  # not a client's

@@ -33,14 +33,21 @@ KINDS: dict[str, tuple[type, ...]] = {
     "a text or a list of texts": (str, list),
     "an object": (dict,),
     "a list of messages": (list,),
+    "a list of tools": (list,),
 }
 # Fields that are taken with a value that asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
     "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),
 }  # fmt: skip
+# What a message may hold besides role and content.
+MORE_OF_ROLE = {
+    "assistant": ("tool_calls", "reasoning_content"),
+    "tool": ("tool_call_id", "name"),
+}
+TEXTS_OF_MESSAGE = {"reasoning_content", "tool_call_id", "name"}
 # Fields of the one protocol, which users of the other give by mistake.
 ELSEWHERE = {
     "prompt": "/v1/completions",
@@ -103,7 +110,8 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
         elif name not in NEUTRAL:
             raise Refused(name, "is not supported")
         elif not any(_same(value, one) for one in NEUTRAL[name]):
-            raise Refused(name, f"is not supported, only {NEUTRAL[name][0]!r}; got {shown(value)}")
+            allowed = " or ".join(map(repr, NEUTRAL[name]))
+            raise Refused(name, f"is not supported, only {allowed}; got {shown(value)}")
     _check_stop(body.get("stop", []))
     _check_stream_options(body)
 
@@ -116,15 +124,22 @@ def without_nulls(given: Any) -> Any:
 
 
 def check_message(place: str, message: Any) -> None:
-    """Raises Refused for what is no message of a role and a text."""
+    """Raises Refused for what is no message of a role and a text, or of calls of tools."""
     if not isinstance(message, dict):
         raise Refused(place, "must be an object with role and content")
-    if unknown := set(message) - {"role", "content"}:
-        raise Refused(f"{place}.{min(unknown)}", "is not supported, only role and content")
-    if not isinstance(message.get("role"), str):
+    if not isinstance(role := message.get("role"), str):
         raise Refused(f"{place}.role", "must be a text")
+    more = MORE_OF_ROLE.get(role, ())
+    if unknown := set(message) - {"role", "content", *more}:
+        allowed = ", ".join(("role", "content", *more))
+        raise Refused(f"{place}.{min(unknown)}", f"is not supported, only {allowed}")
+    for name in set(message) & TEXTS_OF_MESSAGE:
+        if not isinstance(message[name], str):
+            raise Refused(f"{place}.{name}", "must be a text")
+    if "tool_calls" in message:
+        _check_calls(f"{place}.tool_calls", message["tool_calls"])
     content = message.get("content")
-    if isinstance(content, str):
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, list) or not all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
@@ -135,6 +150,55 @@ def check_message(place: str, message: Any) -> None:
         if unknown := set(part) - {"type", "text"}:
             name = f"{place}.content[{index}].{min(unknown)}"
             raise Refused(name, "is not supported, only type and text")
+
+
+def _check_calls(place: str, calls: Any) -> None:
+    if not isinstance(calls, list):
+        raise Refused(place, "must be a list of calls")
+    for index, call in enumerate(calls):
+        here = f"{place}[{index}]"
+        _check_object(here, call, {"id", "type", "function"}, {"type": "function"})
+        _check_object(f"{here}.function", call.get("function"), {"name", "arguments"}, {})
+        for name in ("name", "arguments"):
+            if not isinstance(call["function"].get(name), str):
+                raise Refused(f"{here}.function.{name}", "must be a text")
+        try:
+            given = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            raise Refused(f"{here}.function.arguments", "must be the JSON of an object")
+
+
+def check_tools(tools: list[Any]) -> None:
+    """Raises Refused for what are no functions, each with a name and its parameters' schema."""
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        _check_object(place, tool, {"type", "function"}, {"type": "function"})
+        place, tool = f"{place}.function", without_nulls(tool.get("function"))
+        known = {"name", "description", "parameters", "strict"}
+        _check_object(place, tool, known, {"strict": False})
+        if not (isinstance(tool.get("name"), str) and tool["name"]):
+            raise Refused(f"{place}.name", "must be a text")
+        for name, kind in (("description", "a text"), ("parameters", "an object")):
+            if name in tool and type(tool[name]) not in KINDS[kind]:
+                raise Refused(f"{place}.{name}", f"must be {kind}, got {shown(tool[name])}")
+
+
+def _check_object(place: str, value: Any, known: set[str], only: dict[str, Any]) -> None:
+    """Raises Refused for what is no object, has other fields than the known, or one of `only` with
+    another value."""
+    if not isinstance(value, dict):
+        raise Refused(place, "must be an object")
+    if unknown := set(value) - known:
+        raise Refused(
+            f"{place}.{min(unknown)}", f"is not supported, only {', '.join(sorted(known))}"
+        )
+    for name, allowed in only.items():
+        if not _same(value.get(name, allowed), allowed):
+            raise Refused(
+                f"{place}.{name}", f"is not supported, only {allowed!r}; got {shown(value[name])}"
+            )
 
 
 def as_json(value: Any) -> str:

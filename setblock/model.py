@@ -5,6 +5,7 @@ transformers' own: masks and positions are handed in, no class is copied. `loadi
 Model out of a name.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -420,9 +421,18 @@ class Model:
 
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, special ones left out."""
+        skipped = bool(self.special_token_ids)
         return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self.tokenizer.decode(
+                ids, skip_special_tokens=skipped, clean_up_tokenization_spaces=False
+            )
         )
+
+    def telling_special_tokens(self) -> "Model":
+        """The same model, whose texts hold special tokens too."""
+        telling = copy.copy(self)
+        telling.special_token_ids = frozenset()
+        return telling
 
 
 def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:

@@ -29,15 +29,18 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from setblock.calls import Hearing, templated
 from setblock.conversations import prepared, refusal
 from setblock.engine import Engine, Failed, State, why
 from setblock.fields import (
     OPTIONS,
+    TEXTS_OF_MESSAGE,
     Asked,
     Refused,
     as_json,
     check,
     check_message,
+    check_tools,
     shown,
     without_nulls,
 )
@@ -63,7 +66,7 @@ class Served:
         self.block_size = block_size
         self.device = model.device
         self.generation_config = None
-        # No architecture of transformers': its text is not parsed for thoughts and tool calls.
+        # No architecture of transformers': a text is parsed for thoughts and calls by a Hearing.
         self.config = SimpleNamespace(model_type="setblock")
         longest = max(map(len, model.tokenizer.get_vocab()), default=1)
         self.most_characters = longest * model.context_length
@@ -109,11 +112,20 @@ class Served:
             turns, ending = prepared(tokenizer.chat_template, conversation)
         except ValueError as error:
             raise Refused("messages", f"are refused: {error}") from None
+
+        def render(tools: list[dict[str, Any]] | None) -> str:
+            words = {"tokenize": False, "tools": tools, **ending, **own}
+            return str(tokenizer.apply_chat_template(turns, **words))
+
+        tools = given.get("tools") or None
         try:
-            text = str(tokenizer.apply_chat_template(turns, tokenize=False, **ending, **own))
+            text = render(tools)
+            unused = tools is not None and text == render(None)
         except Exception as error:
             reason = refusal(error)
             raise Refused("messages", f"do not fit the chat template: {reason}") from None
+        if unused:
+            raise Refused("tools", "are left out by the model's chat template")
         self.check_length("messages", len(text))
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -150,7 +162,8 @@ class Answers:
         served: Served = self.model_manager
         if body.get("model") not in (None, served.name):
             raise Refused("model", f"must be {served.name!r}, got {shown(body['model'])}", 404)
-        return served.name, served, served
+        heard = Hearing(served.model, served.apply_chat_template) if body.get("tools") else served
+        return served.name, served, heard
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         given = without_nulls(body)
@@ -212,7 +225,17 @@ class Answers:
 class Chat(Answers, ChatCompletionHandler):
     """/v1/chat/completions."""
 
-    fields: ClassVar = {"messages": "a list of messages", "chat_template_kwargs": "an object"}
+    fields: ClassVar = {
+        "messages": "a list of messages",
+        "tools": "a list of tools",
+        "chat_template_kwargs": "an object",
+    }
+
+    @staticmethod
+    def get_processor_inputs_from_messages(
+        messages: list[dict[str, Any]], modality: Any
+    ) -> list[dict[str, Any]]:
+        return [templated(message) for message in messages]
 
     def check(self, body: dict[str, Any]) -> None:
         messages, context = body.get("messages"), self.model_manager.model.context_length
@@ -229,6 +252,16 @@ class Chat(Answers, ChatCompletionHandler):
                 message["content"] = [without_nulls(part) for part in parts]
         for index, message in enumerate(messages):
             check_message(f"messages[{index}]", message)
+        if messages[-1].get("tool_calls"):
+            raise Refused(
+                f"messages[{len(messages) - 1}].tool_calls",
+                "must be followed by messages of role tool, with what the tools gave",
+            )
+        if body.get("tool_choice") == "none":  # as if there were none
+            body.pop("tools", None)
+        check_tools(tools := body.get("tools", []))
+        if tools and body.get("parallel_tool_calls") is False:
+            raise Refused("parallel_tool_calls", "must be true with tools, got False")
         for name in body.get("chat_template_kwargs", {}):
             if name in self.model_manager.reserved:
                 raise Refused(
@@ -250,11 +283,12 @@ class Chat(Answers, ChatCompletionHandler):
     def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
         found = []
         for message in body["messages"]:
-            content = message["content"]
-            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-            found += [message["role"], " ".join(parts)]
+            turn = templated(message)
+            found += [turn["role"], turn["content"], as_json(message.get("tool_calls"))]
+            found += [message[name] for name in sorted(TEXTS_OF_MESSAGE & message.keys())]
         return {
             "messages": found,
+            "tools": [as_json(body.get("tools"))],
             "chat_template_kwargs": [as_json(body.get("chat_template_kwargs"))],
         }
 

@@ -50,7 +50,7 @@ LEVELS = (
     ("graphs",),
     ("model", "totals", "timelimit", "order"),
     ("trial",),
-    ("loading", "decode", "pieces", "views"),
+    ("loading", "decode", "pieces", "views", "calls"),
     ("verified", "likelihood", "train"),
     ("generation", "vllm"),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),

@@ -21,7 +21,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs is not"),
     ({"user": 5}, "user must be a text, got 5"),
     ({"metadata": "me"}, "metadata must be an object, got 'me'"),
-    ({"service_tier": "flex"}, "service_tier is not supported, only 'auto'; got 'flex'"),
+    (
+        {"service_tier": "flex"},
+        "service_tier is not supported, only 'auto' or 'default'; got 'flex'",
+    ),
     ({"top_logprobs": 2}, "top_logprobs is not supported, only 0; got 2"),
     ({"foo": 1}, "foo is not supported"),
     ({"generation_config": "{}"}, "generation_config is not supported"),
@@ -229,7 +232,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
-            "tools is not supported",
+            "tools[0].function must be an object",
         ),
         (
             "chat/completions",

@@ -1,0 +1,318 @@
+"""Tools in a chat, by OpenAI's own client: shown to the model, called by it, answered to it."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+import torch
+from conftest import copied
+from servers import client_of, refused, serving
+
+from setblock.loading import load
+from setblock.masks import CLEAN
+from setblock.serve import build
+
+# As Qwen's, whose response template transformers knows.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of today.", "parameters": PLACE},
+}
+TOOLS = [TOOL]
+ASKED: Any = [{"role": "user", "content": "Rain in Köln?"}]
+PARIS, KOELN = ({"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Köln"))
+
+
+def call(function: Any) -> str:
+    text = function if isinstance(function, str) else json.dumps(function, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+class Speaker:
+    """A model on a server that answers every chat with one text, whatever the mode."""
+
+    def __init__(self, model: Any, client: openai.OpenAI, address: str) -> None:
+        self.model, self.client, self.address = model, client, address
+        self.target = torch.zeros(model.context_length + 1, dtype=torch.long)
+        forward = model.forward
+
+        def spelling(tokens, layout, cache=None, logits_at=None):
+            logits = forward(tokens, layout, cache, logits_at)
+            places = layout.position + (layout.block == CLEAN)
+            if logits_at is not None:
+                places = places[:, logits_at]
+            return 20 * torch.nn.functional.one_hot(self.target[places], logits.shape[-1]).float()
+
+        model.forward = spelling
+
+    def prompt(self, messages: Any, **given: Any) -> str:
+        template = self.model.tokenizer.apply_chat_template
+        return template(messages, tokenize=False, add_generation_prompt=True, **given)
+
+    def say(self, text: str, messages: Any = ASKED, tools: Any = TOOLS) -> None:
+        """It answers this conversation so, and then ends."""
+        encode = self.model.tokenizer.encode
+        start = len(encode(self.prompt(messages, tools=tools), add_special_tokens=False))
+        ids = encode(f"{text}<|im_end|>", add_special_tokens=False)
+        self.target[start : start + len(ids)] = torch.tensor(ids)
+
+    def asked(self, messages: Any = ASKED, **given: Any) -> Any:
+        usual = {"tools": TOOLS, "max_tokens": 200} | given
+        own = {name: usual.pop(name) for name in ("mode", "block_size") if name in usual}
+        return self.client.chat.completions.create(
+            model="qwen", messages=messages, extra_body=own, **usual
+        )
+
+
+@pytest.fixture(scope="module")
+def speaker(checkpoint, tmp_path_factory):
+    saved = checkpoint("qwen3", bos=False, specials=("<|im_start|>", "<|im_end|>"))
+    folder = tmp_path_factory.mktemp("speaker") / "qwen"
+    model = load(copied(saved, folder, "config.json", max_position_embeddings=2048))
+    model.tokenizer.chat_template = TEMPLATE
+    model.eos_token_ids |= {*model.tokenizer("<|im_end|>")["input_ids"]}
+    with serving(build(model, "qwen")) as address, client_of(address) as client:
+        yield Speaker(model, client, address)
+
+
+def parts(chunks: Any) -> tuple[str, str, list[tuple[str, Any]], str]:
+    """(text, thoughts, calls, why it ended) of a stream."""
+    text, thoughts, calls, reason = "", "", [], ""
+    for chunk in chunks:
+        [choice] = chunk.choices
+        text += choice.delta.content or ""
+        thoughts += getattr(choice.delta, "reasoning_content", None) or ""
+        for one in choice.delta.tool_calls or []:
+            assert one.index == len(calls)
+            calls.append((one.function.name, json.loads(one.function.arguments)))
+        reason = choice.finish_reason or reason
+    return text, thoughts, calls, reason
+
+
+MODES: Any = [
+    {"mode": "ntp"},
+    {"mode": "verified", "block_size": 8},
+    {"mode": "sbd", "block_size": 4},
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("said", "text", "thoughts", "calls"),
+    [
+        ("It rains.", "It rains.", "", []),
+        (call(KOELN), "", "", [KOELN]),
+        (f"Let me see.\n{call(KOELN)}\n{call(PARIS)}", "Let me see.", "", [KOELN, PARIS]),
+        (f"<think>Hm.</think>{call(PARIS)}", "", "Hm.", [PARIS]),
+    ],
+)
+def test_calls_of_an_answer(speaker, said, text, thoughts, calls, mode):
+    """The same in a stream."""
+    speaker.say(said)
+    answer = speaker.asked(**mode)
+    [choice] = answer.choices
+    found = [
+        {"name": one.function.name, "arguments": json.loads(one.function.arguments)}
+        for one in choice.message.tool_calls or []
+    ]
+    assert found == calls
+    assert choice.message.content == text
+    assert (getattr(choice.message, "reasoning_content", None) or "") == thoughts
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    assert len({one.id for one in choice.message.tool_calls or []}) == len(calls)
+    tokens = speaker.model.tokenizer.encode(said, add_special_tokens=False)
+    assert answer.usage.completion_tokens == len(tokens) + 1, "and its end"
+    assert answer.setblock["mode"] == mode["mode"]
+    told = parts(speaker.asked(**mode, stream=True))
+    named = [(one["name"], one["arguments"]) for one in calls]
+    assert told == (text, thoughts, named, choice.finish_reason)
+
+
+def test_what_the_tools_gave_goes_to_the_model(speaker):
+    """In the words of the chat template, which has arguments as objects, as the client has them."""
+    speaker.say(f"<think>Hm.</think>{call(KOELN)}")
+    said = speaker.asked().choices[0].message
+    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "wet"}
+    more = {"role": "user", "content": "So?"}
+    turns = [*ASKED, said.model_dump(), result, more]
+    told: Any = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    told["tool_calls"] = [{"id": "1", "type": "function", "function": KOELN}]
+    seen = [*ASKED, told, result, more]
+    speaker.say("Take an umbrella.", seen)
+    answer = speaker.asked(turns)
+    assert answer.choices[0].message.content == "Take an umbrella."
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "K' in speaker.prompt(seen)
+    ids = speaker.model.tokenizer.encode(
+        speaker.prompt(seen, tools=TOOLS), add_special_tokens=False
+    )
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize("bad", ['{"name": "weather", "argum', '{"name": "weather"}', "[1]", "{}"])
+def test_a_call_that_can_not_be_read_stays_text(speaker, bad):
+    """As the model wrote it; what came before has been told."""
+    said = f"See: {call(bad)} so"
+    speaker.say(said)
+    [choice] = speaker.asked().choices
+    assert (choice.message.content, choice.message.tool_calls) == (said, None)
+    assert choice.finish_reason == "stop"
+    assert parts(speaker.asked(stream=True)) == (said, "", [], "stop")
+    speaker.say(f"{call(PARIS)} and {call(bad)} so")
+    text, _, calls, reason = parts(speaker.asked(stream=True))
+    assert calls == [("weather", PARIS["arguments"])]
+    assert text.endswith(f"and {call(bad)} so")
+    assert reason == "tool_calls"
+
+
+def test_a_call_cut_by_the_limit_stays_text(speaker):
+    speaker.say(call(KOELN))
+    [choice] = speaker.asked(max_tokens=30).choices
+    assert choice.message.content == call(KOELN)[:30]
+    assert choice.finish_reason == "length"
+    told = parts(speaker.asked(max_tokens=30, stream=True))
+    assert told == (call(KOELN)[:30], "", [], "length")
+
+
+def test_a_stop_text_ends_the_answer_before_a_call(speaker):
+    speaker.say(f"Well. Observation: {call(KOELN)}")
+    [choice] = speaker.asked(stop=["Observation:"]).choices
+    assert (choice.message.content, choice.message.tool_calls) == ("Well.", None)
+    assert parts(speaker.asked(stop=["Observation:"], stream=True))[0].strip() == "Well."
+
+
+def test_without_tools_the_text_is_as_it_was_said(speaker):
+    said = f"<think>Hm.</think>{call(KOELN)}"
+    for given in ({"tools": []}, {"tools": openai.omit}, {"tool_choice": "none"}):
+        speaker.say(said, tools=None)
+        [choice] = speaker.asked(**given).choices
+        assert (choice.message.content, choice.message.tool_calls) == (said, None)
+    speaker.say(said)
+    assert speaker.asked(tool_choice="auto").choices[0].message.tool_calls
+
+
+def test_a_response_template_of_the_tokenizer_s_own(speaker, monkeypatch):
+    """Goes before what transformers knows; special tokens may be its marks."""
+    function = {"name": "{name}", "arguments": "{content}"}
+    fields = {
+        "tool_calls": {
+            "open_pattern": r"<user>(?P<name>\w+)",
+            "close": "<model>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": function},
+        },
+        "content": {"close": ["<|im_end|>"], "content": "text"},
+    }
+    own: dict[str, Any] = {"defaults": {"role": "assistant"}, "fields": fields}
+    monkeypatch.setattr(speaker.model.tokenizer, "response_template", own, raising=False)
+    body = {"messages": ASKED, "tools": TOOLS}
+    wrong = refused(speaker.address, body, "chat/completions")["message"]
+    assert wrong.startswith("tools can't be used, as the tokenizer's response_template is wrong: ")
+    own["start_anchor"] = "<|im_start|>assistant\n"
+    speaker.say('Well. <user>weather{"city": "Bonn"}<model>')
+    [choice] = speaker.asked().choices
+    [one] = choice.message.tool_calls
+    assert (one.function.name, json.loads(one.function.arguments)) == ("weather", {"city": "Bonn"})
+    assert choice.message.content == "Well."
+    told = parts(speaker.asked(stream=True))
+    assert told[2:] == ([("weather", {"city": "Bonn"})], "tool_calls")
+    speaker.say('Well. <user>weather{"city": <model>')
+    assert speaker.asked().choices[0].message.content == 'Well. weather{"city": '
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools must be a list of tools, got {}"),
+    ({"tools": ["weather"]}, "tools[0] must be an object"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type is not supported, only 'function'; got 'c"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
+    ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x is not supported, only function, type"),
+    ({"tools": [{"function": {}}]}, "tools[0].function.name must be a text"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters must be an object, got []",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "description": 3}}]},
+        "tools[0].function.description must be a text, got 3",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict is not supported, only False; got True",
+    ),
+    ({"tool_choice": "required"}, "tool_choice is not supported, only 'none' or 'auto'; got 'req"),
+    ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true with tools"),
+]
+FUNCTION = {"name": "f", "arguments": "{}"}
+BAD_TURNS: list[tuple[dict[str, Any], str]] = [
+    ({"tool_calls": 3}, "tool_calls must be a list of calls"),
+    ({"tool_calls": [3]}, "tool_calls[0] must be an object"),
+    ({"tool_calls": [{"type": "x"}]}, "tool_calls[0].type is not supported, only 'function'; got"),
+    ({"tool_calls": [{"id": "1"}]}, "tool_calls[0].function must be an object"),
+    ({"tool_calls": [{"function": {}}]}, "tool_calls[0].function.name must be a text"),
+    (
+        {"tool_calls": [{"function": {**FUNCTION, "arguments": {}}}]},
+        "tool_calls[0].function.arguments must be a text",
+    ),
+    (
+        {"tool_calls": [{"function": {**FUNCTION, "arguments": "[1]"}}]},
+        "tool_calls[0].function.arguments must be the JSON of an object",
+    ),
+    (
+        {"tool_calls": [{"function": {**FUNCTION, "arguments": "{"}}]},
+        "tool_calls[0].function.arguments must be the JSON of an object",
+    ),
+    ({"reasoning_content": 3}, "reasoning_content must be a text"),
+    ({"tool_calls": []}, "content must be a text or a list of parts of type text"),
+    ({"refusal": "no"}, "refusal is not supported, only role, content, tool_calls, reasoning_con"),
+    ({"tool_call_id": "1"}, "tool_call_id is not supported, only role, content, tool_calls, r"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
+def test_wrong_tools(speaker, body, message):
+    error = refused(speaker.address, {"messages": ASKED, **body}, "chat/completions")
+    assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize(("turn", "message"), BAD_TURNS)
+def test_wrong_calls(speaker, turn, message):
+    messages = [*ASKED, {"role": "assistant", **turn}, *ASKED]
+    error = refused(speaker.address, {"messages": messages}, "chat/completions")
+    assert error["message"].startswith(f"messages[1].{message}")
+
+
+def test_a_call_must_be_answered(speaker):
+    turn = {"role": "assistant", "tool_calls": [{"id": "1", "function": FUNCTION}]}
+    error = refused(speaker.address, {"messages": [*ASKED, turn]}, "chat/completions")
+    assert error["message"] == (
+        "messages[1].tool_calls must be followed by messages of role tool, with what the tools gave"
+    )
+
+
+def test_tools_that_do_not_fit(speaker):
+    tool = {**TOOL, "function": {**TOOL["function"], "description": "a" * 10_000_000}}
+    error = refused(speaker.address, {"messages": ASKED, "tools": [tool]}, "chat/completions")
+    assert "tools must fit into the model's context" in error["message"]
+
+
+def test_models_that_do_not_know_tools(checkpoint):
+    model = load(checkpoint("llama"))
+    body = {"messages": ASKED, "tools": TOOLS}
+    with serving(build(model, "llama")) as place:
+        error = refused(place, body, "chat/completions")
+        assert error["message"].startswith("tools can't be used with a model of type llama, of ")
+        assert "response_template" in error["message"]
+    model = load(checkpoint("qwen3"))
+    with serving(build(model, "qwen")) as place:
+        error = refused(place, body, "chat/completions")
+        assert error["message"] == "tools are left out by the model's chat template"
+        assert error["param"] == "tools"
