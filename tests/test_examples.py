@@ -159,9 +159,9 @@ def test_task_prompts(tmp_path):
 def test_nano_lossless(tmp_path):
     """One problem of two families is enough for every setting to run."""
     few = ("--limit", 1, "--latency-limit", 1, "--batch-size", 1, "--workers", 1)
+    name = "nano_lossless"
     source = (
-        f"import sys, typer; sys.path.insert(0, {str(EXAMPLES)!r}); "
-        "import nano_lossless as script; "
+        f"import sys, typer; sys.path.insert(0, {str(EXAMPLES)!r}); import {name} as script; "
         "script.nano.FAMILIES = dict([*script.nano.FAMILIES.items()][:2]); "
         f"sys.argv[1:] = {[*map(str, ('--out', tmp_path, *few))]!r}; typer.run(script.main)"
     )
