@@ -4,18 +4,32 @@ How a model writes its calls and thoughts is its tokenizer's response_template, 
 transformers knows for its architecture; transformers' parser reads an answer by it.
 """
 
+import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    get_response_template,
+    response_events_to_chunks,
+)
+from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from setblock.fields import Refused
 from setblock.model import Model
 
 logger = logging.getLogger(__name__)
+
+# Names of a template's field for thoughts, of which this one is the protocol's.
+THOUGHTS = "reasoning_content"
+MARKS = ("open", "open_pattern", "close", "close_pattern")
+UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 
 
 def templated(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,113 +48,158 @@ def templated(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Hearing:
-    """What transformers' handlers ask of a tokenizer about one answer that may call tools.
+    """What transformers' handlers take for the tokenizer of a request that has tools.
 
-    model: decodes special tokens too, as a response template may go by them.
-    said: the answer's text, up to a stop text, once it is there.
+    model: decodes those special tokens too that are marks of the response template.
+    listener: of the answer, once the conversation is known.
+    said: the answer's text, up to a stop text, once it is there; for one that is no stream.
     """
 
-    def __init__(self, model: Model, prompt: Any) -> None:
-        """prompt: what makes the ids of a conversation.
+    def __init__(self, model: Model, template: Callable[..., Any], tools: list[Any]) -> None:
+        """template: makes the ids of a conversation.
 
         Raises: Refused where nothing tells how the model writes calls.
         """
-        self.model, self.apply_chat_template = model.telling_special_tokens(), prompt
-        self.said = ""
+        self.template, self.tools, self.said = template, tools, ""
         network: Any = model.network
-        found = get_response_template(model.tokenizer, network)
-        if not found or "tool_calls" not in found.get("fields", {}):
+        # The text part of a network that sees as well writes calls as that does.
+        kind = network.config.model_type.removesuffix("_text")
+        known = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+        found = get_response_template(model.tokenizer, known)  # type: ignore[arg-type]
+        if found is None:
             raise Refused(
                 "tools",
-                f"can't be used with a model of type {network.config.model_type}, of which nothing "
-                "tells how it writes calls: its tokenizer_config.json has no response_template "
-                "with a field tool_calls, and transformers knows none",
+                f"can't be used with a model of type {kind}, of which nothing tells how it writes "
+                "calls: its tokenizer_config.json has no response_template, and transformers "
+                "knows none",
             )
+        found = copy.deepcopy(found)  # its defaults may be added to
         try:
-            load_response_template(found)
-        except ValueError as error:
+            self.spec = load_response_template(found)
+            fields = self.spec.fields
+            if missing := {"tool_calls", "content"} - fields.keys():
+                raise ValueError(f"it has no field {min(missing)}")
+        except (*UNREADABLE, AttributeError) as error:
             why = f"can't be used, as the tokenizer's response_template is wrong: {error}"
             raise Refused("tools", why) from None
         self.response_template: dict[str, Any] = found
+        marks = [one for field in found["fields"].values() for one in _marks(field)]
+        self.model = model.telling(
+            token
+            for token in model.special_tokens
+            if any(token in mark or re.escape(token) in mark for mark in marks)
+        )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The prompt's text, of which its last turn may be the beginning of the answer."""
-        return self.model.decode(list(ids))
+    def apply_chat_template(self, conversation: Sequence[Any], **given: Any) -> Any:
+        """The ids of the conversation. Raises: Refused."""
+        encoded = self.template(conversation, **given)
+        prompt = str(self.model.tokenizer.decode(encoded["input_ids"][0].tolist()))
+        if not self.spec.start_anchor_re.search(prompt):
+            raise Refused(
+                "tools",
+                "can't be used with this chat template, in which no answer begins as the "
+                "response_template says (start_anchor)",
+            )
+        try:
+            self.listener = Listener(ResponseParser(self.spec, prompt, tools=self.tools))
+        except UNREADABLE:
+            raise Refused("messages", "end with a call of a tool that can't be read") from None
+        return encoded
+
+    def decode(self, ids: Any) -> str:
+        """Nothing: to the parsers that the handlers make, and that are not used."""
+        return ""
 
     def parse_response(self, ids: Any, template: Any, **given: Any) -> dict[str, Any]:
-        """The answer's text, thoughts and calls; all of it is text where a call can't be read."""
-        try:
-            found: Any = self.model.tokenizer.parse_response(self.said, template, **given)
-            for call in found.get("tool_calls") or []:
-                _check_call(call)
-        except (ValueError, TypeError, KeyError) as error:
-            _tell(error)
-            return {"content": self.plain(self.said)}
-        return found
-
-    def plain(self, text: str) -> str:
-        """Without special tokens."""
-        for token in self.model.special_tokens:
-            text = text.replace(token, "")
-        return text
+        """The answer's text, thoughts and calls."""
+        parts = self.listener.hear(self.said, ended=True)
+        thoughts = "".join(part for part in parts if isinstance(part, ReasoningText))
+        text = "".join(part for part in parts if type(part) is str)
+        calls = [
+            {"function": {"name": part.name, "arguments": part.arguments}}
+            for part in parts
+            if isinstance(part, ToolCall)
+        ]
+        # Of transformers below 5.24 the field is "thinking".
+        return {"content": text, "tool_calls": calls} | dict.fromkeys(
+            (THOUGHTS, "thinking"), thoughts or None
+        )
 
 
 class Listener:
-    """A streamed answer in its parts, as they come: text, thoughts, and calls once they are whole.
+    """An answer in its parts, as they come: text, thoughts, and calls once they are whole.
 
-    From a call on that can't be read all is text, as the model wrote it.
+    What should be a call and can't be read is text, as the model wrote it. White space at either
+    end of text and thoughts is left out.
     """
 
-    def __init__(self, parser: Any, hearing: Hearing) -> None:
-        """parser: transformers' ResponseParser, which knows the prompt."""
-        self.parser, self.hearing = parser, hearing
+    def __init__(self, parser: ResponseParser) -> None:
+        """parser: of this answer, with its prompt read."""
+        self.parser = parser
+        self.before = len(parser._buffer)  # characters of the prompt in what it counts
         self.said, self.told = "", 0  # all of the answer; how much of it has been handed out
-        self.begin = response_events_to_chunks(parser.initial_events)
+        self.calling = False
+        # White space that waits for more of its kind; None before the first.
+        self.waiting: dict[type, str | None] = {str: None, ReasoningText: None}
 
     def hear(self, piece: str, ended: bool) -> list[Any]:
         """What can be told now that the answer went on with this piece, or ended behind it."""
-        begin, self.begin = self.begin, []
-        self.said += piece
-        if self.parser is not None:
-            try:
-                events = self.parser.feed(piece)
-                if ended:
-                    events += self.parser.finalize()[1]
-                for event in events:
-                    if event["type"] == "region_close" and event["field"] == "tool_calls":
-                        _check_call(event["value"])
-                parts = response_events_to_chunks(events)
-            except (ValueError, TypeError, KeyError) as error:
-                _tell(error)
-                self.parser = None
-            else:
-                self._follow(events)
-                return begin + parts
-        rest = self.hearing.plain(self.said[self.told :])
-        self.told = len(self.said)
-        return begin + [rest] * bool(rest)
+        parts: list[Any] = []
+        for character in piece:  # so that what can't be read spoils no more than itself
+            self.said += character
+            parts += self._read(lambda character=character: self.parser.feed(character))
+        if ended:
+            parts += self._read(lambda: self.parser.finalize()[1])
+        return [one for part in parts for one in self._trimmed(part)]
 
-    def _follow(self, events: list[dict[str, Any]]) -> None:
-        """Finds the end of what these events told, in the text that was said."""
-        place = self.told
-        for event in events:
-            if event["type"] == "region_chunk":
-                found = self.said.find(event["text"], place)
-                place = place if found < 0 else found + len(event["text"])
-                if not event.get("dirty"):
-                    self.told = place
-            elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                self.told = place
+    def _read(self, go_on: Callable[[], list[dict[str, Any]]]) -> list[Any]:
+        """The parts of the parser's next events."""
+        parts: list[Any] = []
+        try:
+            for event in go_on():
+                calls = event["field"] == "tool_calls"
+                if calls and event["type"] == "region_close":
+                    found = event["value"]
+                    parts += map(_call, found if isinstance(found, list) else [found])
+                elif not calls and event["type"] == "region_chunk":
+                    parts += response_events_to_chunks([event])
+                self.calling = calls and event["type"] != "region_close"
+        except UNREADABLE as error:
+            # Not what it says, which is the answer.
+            logger.warning("a call of a tool stays text (%s)", type(error).__name__)
+            parts = [self.said[self.told :]]
+            self.told, self.calling = len(self.said), False
+            self.parser._reset_to_implicit()
+        if not self.calling:
+            self.told = max(self.told, self.parser._pos - self.before)
+        return parts
+
+    def _trimmed(self, part: Any) -> list[Any]:
+        """The part, if it is one to tell, with the white space that now is no more at an end."""
+        if not isinstance(part, str):
+            return [part]
+        kind = ReasoningText if isinstance(part, ReasoningText) else str
+        waiting = self.waiting[kind]
+        text = part.lstrip() if waiting is None else waiting + part
+        told = text.rstrip()
+        if told or waiting is not None:
+            self.waiting[kind] = text[len(told) :]
+        return [kind(told)] if told else []
 
 
-def _check_call(call: Any) -> None:
-    """Raises: TypeError, KeyError for what has no name or no arguments."""
-    function = call["function"]
-    if not isinstance(function["name"], str):
-        raise TypeError(f"a call's name must be text, got {function['name']!r}")
-    if not isinstance(function["arguments"], (dict, str)):
-        raise TypeError(f"a call's arguments must be an object, got {function['arguments']!r}")
+def _marks(field: Mapping[str, Any]) -> list[str]:
+    """What begins and ends a field of a response template."""
+    found = [field[name] for name in MARKS if field.get(name)]
+    return [str(mark) for one in found for mark in (one if isinstance(one, list) else [one])]
 
 
-def _tell(error: Exception) -> None:
-    logger.warning("a call of a tool can't be read and stays text: %r", error)
+def _call(found: Any) -> ToolCall:
+    """Raises: one of UNREADABLE for what has no name, or no arguments that a client could read."""
+    function = found["function"]
+    name, arguments = function["name"], function["arguments"]
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not (isinstance(name, str) and name and isinstance(given, dict)):
+        raise TypeError("no name, or arguments that are no object")
+    text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # no half of a character
+    return ToolCall(name, text)

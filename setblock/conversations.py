@@ -1,10 +1,16 @@
-"""What a chat template is asked for: which roles messages have, how the text ends."""
+"""What a chat template is asked for: which roles and fields messages have, how the text ends."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What a message may hold besides role and content.
+MORE_OF_ROLE = {
+    "assistant": ("tool_calls", "reasoning_content"),
+    "tool": ("tool_call_id", "name"),
+}
 
 
 def check_roles(template: Any, turns: Sequence[Mapping[str, Any]]) -> None:
@@ -39,6 +45,52 @@ def prepared(
     if own and not _says_something(messages[-1]["content"]):
         messages, own = messages[:-1], False
     return messages, {"add_generation_prompt": not own, "continue_final_message": own}
+
+
+def to_row(message: Any) -> dict[str, str]:
+    """A message for a column of one schema: role, content and "more", the rest as JSON, if any.
+
+    Arguments of calls, which may be text in JSON, become objects, as chat templates want them.
+    Raises: ValueError for what is no message.
+    """
+    given = {name: value for name, value in dict(message).items() if value is not None}
+    role, calls = given.pop("role", None), given.get("tool_calls", [])
+    content = given.pop("content", "" if calls else None)
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise ValueError("role and content must be text")
+    if unknown := given.keys() - MORE_OF_ROLE.get(role, ()):
+        raise ValueError(f"{min(unknown)} is not supported of role {role}")
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls must be a list")
+    if calls:
+        given["tool_calls"] = [_with_arguments(call) for call in calls]
+    else:
+        given.pop("tool_calls", None)
+    turn = {"role": role, "content": content}
+    return turn | ({"more": json.dumps(given, ensure_ascii=False)} if given else {})
+
+
+def from_row(turn: Mapping[str, str]) -> dict[str, Any]:
+    """The message that to_row made this of."""
+    more = json.loads(turn.get("more") or "{}")
+    return {"role": turn["role"], "content": turn["content"], **more}
+
+
+def _with_arguments(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("a call in tool_calls must be an object with a function that has a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of a call of {function['name']} must be an object, or one in JSON"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _says_something(content: str | Sequence[Mapping[str, Any]]) -> bool:

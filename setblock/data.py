@@ -1,7 +1,8 @@
 """Training data: files or hub names -> a dataset for the trainer, with errors that say where.
 
-Rows are {"text"}, {"prompt", "completion"} or {"messages"}; prompt and completion may be lists of
-messages too. Only completions and assistant turns have a loss.
+Rows are {"text"}, {"prompt", "completion"} or {"messages"}, the last with "tools" if they call any;
+prompt and completion may be lists of messages too. Only completions and assistant turns have a
+loss.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from huggingface_hub import constants
 from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template
 
-from setblock.conversations import check_roles
+from setblock.conversations import check_roles, from_row, to_row
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ def load_rows(
     """The rows of these files or hub datasets, one after the other, in one of FORMATS.
 
     Of several that fit it is the first. A column more, "where", names the file and line of each, or
-    the dataset and row.
+    the dataset and row. Where any row calls tools, there is a column "tools", of JSON or "", and
+    messages are as `conversations.to_row` makes them.
 
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
@@ -74,6 +76,8 @@ def load_rows(
                     )
             if not read:
                 raise ValueError(f"{name} holds no rows")
+            if any(map(_calls, read)):
+                read = [_filled(row) for row in read]
             parts.append(Dataset.from_list(read).add_column("where", places))
             continue
         try:
@@ -92,22 +96,28 @@ def load_rows(
         if not len(dataset):
             raise ValueError(f"{name} holds no rows")
         old = {new: name for name, new in renamed.items() if name in dataset.column_names}
-        if "tools" in dataset.column_names:
-            raise ValueError(f"{name}: tools are not supported")
         columns = [
             old.get(column, column) for column in _format(dataset[0], name, renamed, formats)
         ]
+        columns += ["tools"] if "tools" in dataset.column_names else []
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
         places = [f"{name}: row {number}" for number in range(len(dataset))]
+        called = False
         for where, row in zip(places, dataset, strict=True):
-            _checked(row, where, {}, formats)
+            called |= _calls(_checked(_sparse(row), where, {}, formats))
+        if called:
+            dataset = _chats_with_tools(dataset, places)
+        elif "tools" in columns:
+            dataset = dataset.remove_columns("tools")
         if prompts_only and not isinstance(dataset[0].get("prompt"), str):
             dataset = _chats_asked(dataset, places)
         parts.append(dataset.add_column("where", places))
     kinds = {_kind({k: v for k, v in part[0].items() if k != "where"}) for part in parts}
     if len(kinds) > 1:
         raise ValueError(f"data of different formats: {'; '.join(sorted(kinds))}")
+    if any("tools" in part.column_names for part in parts):
+        parts = [part if "tools" in part.column_names else part.map(_filled) for part in parts]
     rows = concatenate_datasets(parts)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -129,6 +139,10 @@ def with_answers(rows: Dataset) -> Dataset:
         return rows
     if "messages" not in rows.column_names:
         raise ValueError(f"{rows[0]['where']}: a text holds no prompt to be answered")
+    if "tools" in rows.column_names:
+        raise ValueError(
+            "held-out prompts that are decoded can't have tools: give other --decode-data"
+        )
 
     def parted(row: Mapping[str, Any]) -> dict[str, Any]:
         *asked, said = row["messages"]
@@ -174,7 +188,12 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
             _render(tokenizer, turns["prompt"] + turns.get("completion", []), where)
         return rows
     return rows.map(
-        lambda row, index: conversation(tokenizer, row["messages"], places[index]),
+        lambda row, index: conversation(
+            tokenizer,
+            [from_row(turn) for turn in row["messages"]],
+            places[index],
+            json.loads(row.get("tools") or "null"),
+        ),
         with_indices=True,
         remove_columns=rows.column_names,
         desc="Tokenizing conversations",
@@ -188,22 +207,29 @@ def talks(rows: Dataset) -> bool:
 
 
 def conversation(
-    tokenizer: Any, messages: list[dict[str, Any]], where: str = "a conversation"
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    where: str = "a conversation",
+    tools: list[Any] | None = None,
 ) -> dict[str, list[int]]:
     """Token ids of a conversation, and a mask that is 1 on what the assistant says.
 
     The template's own marks say what that is, or those of the form of it that trl knows for
     training. Without any, a turn is what the template adds to the conversation so far, with the
     assistant's cue.
-    Raises: ValueError that begins with `where`, if the template refuses the conversation, or
-    renders an earlier turn otherwise once later ones follow, so that turns can't be told apart.
+    Raises: ValueError that begins with `where`, if the template refuses the conversation, leaves
+    out its tools or calls, or renders an earlier turn otherwise once later ones follow, so that
+    turns can't be told apart.
     """
+    _check_tools(tokenizer, messages, where, tools)
+    given: dict[str, Any] = {"tools": tools} if tools else {}
     if (template := _marked_template(tokenizer)) is not None:
         marked = _render(
             tokenizer,
             messages,
             where,
             tokenize=True,
+            **given,
             chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -212,12 +238,12 @@ def conversation(
             raise ValueError(f"{where}: no assistant turn to learn from")
         return {"input_ids": marked["input_ids"], "completion_mask": marked["assistant_masks"]}
     text, ids, mask = "", [], []
-    whole = _render(tokenizer, messages, where)
+    whole = _render(tokenizer, messages, where, **given)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        cue = _render(tokenizer, messages[:number], where, add_generation_prompt=True)
-        said = _render(tokenizer, messages[: number + 1], where)
+        cue = _render(tokenizer, messages[:number], where, add_generation_prompt=True, **given)
+        said = _render(tokenizer, messages[: number + 1], where, **given)
         if not (cue.startswith(text) and said.startswith(cue) and whole.startswith(said)):
             raise ValueError(
                 f"{where}: the chat template renders turn {number} otherwise once more turns "
@@ -233,6 +259,29 @@ def conversation(
     if not any(mask):
         raise ValueError(f"{where}: no assistant turn to learn from")
     return {"input_ids": ids, "completion_mask": mask}
+
+
+def _check_tools(
+    tokenizer: Any, messages: list[dict[str, Any]], where: str, tools: list[Any] | None
+) -> None:
+    """Raises: ValueError if the chat template renders the same without tools, or without a call."""
+    given: dict[str, Any] = {"tools": tools} if tools else {}
+    whole = _render(tokenizer, messages, where, **given)
+    if tools and _render(tokenizer, messages, where) == whole:
+        raise ValueError(f"{where}: the model's chat template leaves out tools")
+    for number, message in enumerate(messages):
+        if not message.get("tool_calls"):
+            continue
+        silent = {name: value for name, value in message.items() if name != "tool_calls"}
+        others = [*messages[:number], silent, *messages[number + 1 :]]
+        try:
+            left_out = _render(tokenizer, others, where, **given) == whole
+        except ValueError:  # a template may want the call that a result belongs to
+            left_out = False
+        if left_out:
+            raise ValueError(
+                f"{where}: the model's chat template leaves out message {number}'s calls"
+            )
 
 
 def _marked_template(tokenizer: Any) -> str | None:
@@ -337,18 +386,66 @@ def _kind(row: dict[str, Any]) -> str:
     return " and ".join(
         f"{name} ({'messages' if isinstance(value, list) else 'text'})"
         for name, value in row.items()
+        if name != "tools"
     )
+
+
+def _calls(row: Mapping[str, Any]) -> bool:
+    """Whether a row that was checked has tools, or messages more than role and content."""
+    messages = row.get("messages", [])
+    return "tools" in row or any("more" in message for message in messages)
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of messages with all that any of its kind has."""
+    messages = [{"more": "", **message} for message in row["messages"]]
+    return {**row, "messages": messages, "tools": row.get("tools", "")}
+
+
+def _chats_with_tools(dataset: Dataset, places: list[str]) -> Dataset:
+    """`_filled` rows of a dataset that was checked."""
+
+    def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return _filled(_checked(_sparse(row), places[number], {}, FORMATS))
+
+    return dataset.map(
+        filled, with_indices=True, remove_columns=dataset.column_names, desc="Chats with tools"
+    )
+
+
+def _sparse(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a table, its messages and tools without fields that other rows have."""
+    chat = ("messages", "tools")
+    return {name: _without_nulls(one) if name in chat else one for name, one in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> dict[str, Any]:
     """The row's columns of its format; refuses empty answers and messages without role."""
     columns = _format(row, where, renamed, formats)
-    if row.get("tools"):
-        raise ValueError(f"{where}: tools are not supported")
+    tools = _tools(row["tools"], where) if row.get("tools") else ""
+    if tools and (formats == PROMPTS or columns != ("messages",)):
+        raise ValueError(
+            f"{where}: tools are supported in rows of messages alone, and not with answers of the "
+            "model's own"
+        )
     old = {new: name for name, new in renamed.items() if name in row}
     row = {name: row[old.get(name, name)] for name in columns}
+    if columns == ("messages",) and formats != PROMPTS and isinstance(row["messages"], list):
+        row["messages"] = [_turn(message, where) for message in row["messages"]]
+        row |= {"tools": tools} if tools else {}
     for name, value in row.items():
-        if isinstance(value, list) and name != "text":
+        if name == "messages" and isinstance(value, list) and formats != PROMPTS:
+            for message in value:
+                said = message["content"].strip() or message["role"] != "assistant"
+                if not said and "tool_calls" not in json.loads(message.get("more", "{}")):
+                    raise ValueError(f"{where}: {name} hold an empty message of the assistant's")
+        elif isinstance(value, list) and name != "text":
             for message in value:
                 known = isinstance(message, dict) and {"role", "content"} == message.keys()
                 if not (known and all(isinstance(text, str) for text in message.values())):
@@ -356,9 +453,6 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
                         f"{where}: {name} must be messages of role and content, both text, and "
                         "nothing else"
                     )
-                said = message["content"].strip() or message["role"] != "assistant"
-                if name == "messages" and formats != PROMPTS and not said:
-                    raise ValueError(f"{where}: {name} hold an empty message of the assistant's")
         elif not isinstance(value, str) or name == "messages":
             kinds = {"messages": "a list of messages", "text": "text"}
             kind = kinds.get(name, "text, or a list of messages")
@@ -380,3 +474,27 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
     if len({isinstance(row.get(name), list) for name in columns}) > 1:
         raise ValueError(f"{where}: prompt and completion must both be texts or both messages")
     return row
+
+
+def _turn(message: Any, where: str) -> dict[str, str]:
+    try:
+        if not isinstance(message, dict):
+            raise ValueError(f"one is {type(message).__name__}")
+        return to_row(message)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: messages must be messages of role and content, both text, and nothing else "
+            "but tool_calls and reasoning_content of the assistant's, tool_call_id and name of a "
+            f"tool's: {error}"
+        ) from None
+
+
+def _tools(tools: Any, where: str) -> str:
+    """A row's tools, which may be JSON already."""
+    try:
+        given = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        given = None
+    if not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise ValueError(f"{where}: tools must be a list of objects, or one in JSON")
+    return json.dumps(given, ensure_ascii=False) if given else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
-from setblock.calls import Hearing, Listener
+from setblock.calls import Hearing
 from setblock.fields import Asked, Refused
 from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.model import Model
@@ -40,7 +40,7 @@ class Engine(GenerateManager):
         self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **more: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **_: Any
     ) -> tuple[asyncio.Queue, Stream]:
         """A queue of the committed pieces of text, in order, None at its end; and its stream.
 
@@ -48,9 +48,7 @@ class Engine(GenerateManager):
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
-        listener = None
-        if isinstance(processor, Hearing):
-            listener = Listener(more["response_parser"], processor)
+        listener = processor.listener if isinstance(processor, Hearing) else None
         reveals = self._begin(processor.model, inputs, gen_config)
 
         def put(item: Any) -> None:

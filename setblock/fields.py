@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from setblock.conversations import MORE_OF_ROLE
+
 # Fields of a request that are options of `setblock.generate` as they are, and their values.
 OPTIONS = {
     **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
@@ -42,11 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),
 }  # fmt: skip
-# What a message may hold besides role and content.
-MORE_OF_ROLE = {
-    "assistant": ("tool_calls", "reasoning_content"),
-    "tool": ("tool_call_id", "name"),
-}
 TEXTS_OF_MESSAGE = {"reasoning_content", "tool_call_id", "name"}
 # Fields of the one protocol, which users of the other give by mistake.
 ELSEWHERE = {
@@ -124,7 +121,10 @@ def without_nulls(given: Any) -> Any:
 
 
 def check_message(place: str, message: Any) -> None:
-    """Raises Refused for what is no message of a role and a text, or of calls of tools."""
+    """Raises Refused for what is no message of a role and a text, or of calls of tools.
+
+    Effects: leaves fields that are null out of the calls.
+    """
     if not isinstance(message, dict):
         raise Refused(place, "must be an object with role and content")
     if not isinstance(role := message.get("role"), str):
@@ -135,9 +135,13 @@ def check_message(place: str, message: Any) -> None:
         raise Refused(f"{place}.{min(unknown)}", f"is not supported, only {allowed}")
     for name in set(message) & TEXTS_OF_MESSAGE:
         if not isinstance(message[name], str):
-            raise Refused(f"{place}.{name}", "must be a text")
+            raise Refused(f"{place}.{name}", f"must be a text, got {shown(message[name])}")
     if "tool_calls" in message:
-        _check_calls(f"{place}.tool_calls", message["tool_calls"])
+        calls, here = message["tool_calls"], f"{place}.tool_calls"
+        if not isinstance(calls, list):
+            raise Refused(here, f"must be a list of calls, got {shown(calls)}")
+        checked = [_checked_call(f"{here}[{index}]", call) for index, call in enumerate(calls)]
+        message["tool_calls"] = checked
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
@@ -152,53 +156,78 @@ def check_message(place: str, message: Any) -> None:
             raise Refused(name, "is not supported, only type and text")
 
 
-def _check_calls(place: str, calls: Any) -> None:
-    if not isinstance(calls, list):
-        raise Refused(place, "must be a list of calls")
-    for index, call in enumerate(calls):
-        here = f"{place}[{index}]"
-        _check_object(here, call, {"id", "type", "function"}, {"type": "function"})
-        _check_object(f"{here}.function", call.get("function"), {"name", "arguments"}, {})
-        for name in ("name", "arguments"):
-            if not isinstance(call["function"].get(name), str):
-                raise Refused(f"{here}.function.{name}", "must be a text")
-        try:
-            given = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
-            raise Refused(f"{here}.function.arguments", "must be the JSON of an object")
+def _checked_call(place: str, call: Any) -> dict[str, Any]:
+    """A call of a message, without what is null and its place in a stream."""
+    call = _checked_object(place, call, {"id", "type", "function", "index"}, {"type": "function"})
+    call.pop("index", None)
+    here = f"{place}.function"
+    function = _checked_object(here, call.get("function"), {"name", "arguments"}, {})
+    texts = {f"{place}.id": call.get("id", "")}
+    texts |= {f"{here}.{name}": function.get(name) for name in ("name", "arguments")}
+    for where, value in texts.items():
+        if not isinstance(value, str):
+            raise Refused(where, f"must be a text, got {shown(value)}")
+    try:
+        given = json.loads(function["arguments"])
+        as_json(given).encode()
+    except (ValueError, RecursionError):  # also for half of a character
+        given = None
+    if not isinstance(given, dict):
+        got = shown(function["arguments"])
+        raise Refused(f"{here}.arguments", f"must be the JSON of an object, got {got}")
+    return {**call, "function": function}
 
 
-def check_tools(tools: list[Any]) -> None:
-    """Raises Refused for what are no functions, each with a name and its parameters' schema."""
-    for index, tool in enumerate(tools):
-        place = f"tools[{index}]"
-        _check_object(place, tool, {"type", "function"}, {"type": "function"})
-        place, tool = f"{place}.function", without_nulls(tool.get("function"))
-        known = {"name", "description", "parameters", "strict"}
-        _check_object(place, tool, known, {"strict": False})
-        if not (isinstance(tool.get("name"), str) and tool["name"]):
-            raise Refused(f"{place}.name", "must be a text")
-        for name, kind in (("description", "a text"), ("parameters", "an object")):
-            if name in tool and type(tool[name]) not in KINDS[kind]:
-                raise Refused(f"{place}.{name}", f"must be {kind}, got {shown(tool[name])}")
+def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
+    """The tools as a chat template takes them, without what is null or asks for nothing.
+
+    Raises: Refused for what are no functions, each with a name and its parameters' schema.
+    """
+    return [_checked_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
 
 
-def _check_object(place: str, value: Any, known: set[str], only: dict[str, Any]) -> None:
-    """Raises Refused for what is no object, has other fields than the known, or one of `only` with
-    another value."""
+def _checked_tool(place: str, tool: Any) -> dict[str, Any]:
+    tool = _checked_object(place, tool, {"type", "function"}, {"type": "function"})
+    place, known = f"{place}.function", {"name", "description", "parameters", "strict"}
+    function = _checked_object(place, tool.get("function"), known, {"strict": False})
+    function.pop("strict", None)
+    if not (isinstance(name := function.get("name"), str) and name):
+        raise Refused(f"{place}.name", f"must be a text, got {shown(name)}")
+    for name, kind in (("description", "a text"), ("parameters", "an object")):
+        if name in function and type(function[name]) not in KINDS[kind]:
+            raise Refused(f"{place}.{name}", f"must be {kind}, got {shown(function[name])}")
+    properties = function.get("parameters", {}).get("properties", {})
+    if not isinstance(properties, dict):
+        where = f"{place}.parameters.properties"
+        raise Refused(where, f"must be an object, got {shown(properties)}")
+    for name, schema in properties.items():
+        for union in ("anyOf", "oneOf"):
+            found = schema.get(union, []) if isinstance(schema, dict) else []
+            if not isinstance(found, list):
+                where = f"{place}.parameters.properties.{name}.{union}"
+                raise Refused(where, f"must be a list of schemas, got {shown(found)}")
+    return {"type": "function", "function": function}
+
+
+def _checked_object(
+    place: str, value: Any, known: set[str], only: dict[str, Any]
+) -> dict[str, Any]:
+    """The object without fields that are null.
+
+    Raises: Refused for what is none, has other fields than the known, or one of `only` with another
+    value.
+    """
     if not isinstance(value, dict):
-        raise Refused(place, "must be an object")
+        raise Refused(place, f"must be an object, got {shown(value)}")
+    value = without_nulls(value)
     if unknown := set(value) - known:
-        raise Refused(
-            f"{place}.{min(unknown)}", f"is not supported, only {', '.join(sorted(known))}"
-        )
+        allowed = ", ".join(sorted(known))
+        raise Refused(f"{place}.{min(unknown)}", f"is not supported, only {allowed}")
     for name, allowed in only.items():
         if not _same(value.get(name, allowed), allowed):
-            raise Refused(
-                f"{place}.{name}", f"is not supported, only {allowed!r}; got {shown(value[name])}"
-            )
+            got = shown(value[name])
+            raise Refused(f"{place}.{name}", f"is not supported, only {allowed!r}; got {got}")
+    return value
 
 
 def as_json(value: Any) -> str:

@@ -8,7 +8,7 @@ Model out of a name.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class Model:
         self.special_token_ids = frozenset([*tokenizer.all_special_ids, *added])
         self.special_tokens = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added.values()]))
         self.byte_ids = _byte_ids(tokenizer)
+        self.tells: frozenset[int] = frozenset()  # special tokens that decode() does not leave out
         self.trained: bool = settings.get("trained", False)
         self.defaults = {key: settings.get(key, value) for key, value in DEFAULTS.items()}
         # Blocks of a model that was never trained for them are poor text: only if asked for.
@@ -420,19 +421,22 @@ class Model:
         return self.decode([token]) or str(self.tokenizer.convert_ids_to_tokens(token))
 
     def decode(self, ids: list[int]) -> str:
-        """The text of these tokens, special ones left out."""
-        skipped = bool(self.special_token_ids)
+        """The text of these tokens, special ones left out, but for those that are told."""
+        if self.tells:
+            ids = [token for token in ids if token not in self.special_token_ids]
         return str(
             self.tokenizer.decode(
-                ids, skip_special_tokens=skipped, clean_up_tokenization_spaces=False
+                ids, skip_special_tokens=not self.tells, clean_up_tokenization_spaces=False
             )
         )
 
-    def telling_special_tokens(self) -> "Model":
-        """The same model, whose texts hold special tokens too."""
-        telling = copy.copy(self)
-        telling.special_token_ids = frozenset()
-        return telling
+    def telling(self, tokens: Iterable[str]) -> "Model":
+        """The same model, whose texts hold these special tokens too, unless they end an answer."""
+        ids: Any = self.tokenizer.convert_tokens_to_ids(list(tokens))
+        other = copy.copy(self)
+        other.tells = frozenset(ids) - self.eos_token_ids
+        other.special_token_ids = self.special_token_ids - other.tells
+        return other
 
 
 def ends_of(generation: GenerationConfig | None, tokenizer: Any) -> frozenset[int]:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ from setblock.fields import (
     as_json,
     check,
     check_message,
-    check_tools,
+    checked_tools,
     shown,
     without_nulls,
 )
@@ -103,7 +103,7 @@ class Served:
             )
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], **given: Any
+        self, conversation: list[dict[str, Any]], **given: Any
     ) -> transformers.BatchEncoding:
         """The ids of a conversation, up to where the model speaks, as the handlers take them."""
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
@@ -117,14 +117,15 @@ class Served:
             words = {"tokenize": False, "tools": tools, **ending, **own}
             return str(tokenizer.apply_chat_template(turns, **words))
 
-        tools = given.get("tools") or None
+        field, plain = "messages", None
+        if tools := given.get("tools"):
+            with suppress(Exception):  # a template may want tools
+                plain, field = render(None), "tools"
         try:
-            text = render(tools)
-            unused = tools is not None and text == render(None)
+            text = render(tools or None)
         except Exception as error:
-            reason = refusal(error)
-            raise Refused("messages", f"do not fit the chat template: {reason}") from None
-        if unused:
+            raise Refused(field, f"do not fit the chat template: {refusal(error)}") from None
+        if text == plain:
             raise Refused("tools", "are left out by the model's chat template")
         self.check_length("messages", len(text))
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -162,8 +163,10 @@ class Answers:
         served: Served = self.model_manager
         if body.get("model") not in (None, served.name):
             raise Refused("model", f"must be {served.name!r}, got {shown(body['model'])}", 404)
-        heard = Hearing(served.model, served.apply_chat_template) if body.get("tools") else served
-        return served.name, served, heard
+        if tools := body.get("tools"):
+            hearing = Hearing(served.model, served.apply_chat_template, tools)
+            return served.name, served, hearing
+        return served.name, served, served
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         given = without_nulls(body)
@@ -257,10 +260,10 @@ class Chat(Answers, ChatCompletionHandler):
                 f"messages[{len(messages) - 1}].tool_calls",
                 "must be followed by messages of role tool, with what the tools gave",
             )
-        if body.get("tool_choice") == "none":  # as if there were none
-            body.pop("tools", None)
-        check_tools(tools := body.get("tools", []))
-        if tools and body.get("parallel_tool_calls") is False:
+        tools = checked_tools(body.pop("tools", []))
+        if tools and body.get("tool_choice") != "none":
+            body["tools"] = tools
+        if "tools" in body and body.get("parallel_tool_calls") is False:
             raise Refused("parallel_tool_calls", "must be true with tools, got False")
         for name in body.get("chat_template_kwargs", {}):
             if name in self.model_manager.reserved:
@@ -283,12 +286,13 @@ class Chat(Answers, ChatCompletionHandler):
     def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
         found = []
         for message in body["messages"]:
-            turn = templated(message)
-            found += [turn["role"], turn["content"], as_json(message.get("tool_calls"))]
-            found += [message[name] for name in sorted(TEXTS_OF_MESSAGE & message.keys())]
+            content = message.get("content", "")
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            found += [message["role"], " ".join(parts), as_json(message.get("tool_calls", ""))]
+            found += [message[name] for name in TEXTS_OF_MESSAGE & message.keys()]
         return {
             "messages": found,
-            "tools": [as_json(body.get("tools"))],
+            "tools": [as_json(body.get("tools", ""))],
             "chat_template_kwargs": [as_json(body.get("chat_template_kwargs"))],
         }
 

@@ -9,6 +9,7 @@ import torch
 from conftest import copied
 from servers import client_of, refused, serving
 
+from setblock.calls import Hearing
 from setblock.loading import load
 from setblock.masks import CLEAN
 from setblock.serve import build
@@ -56,12 +57,12 @@ class Speaker:
 
     def prompt(self, messages: Any, **given: Any) -> str:
         template = self.model.tokenizer.apply_chat_template
-        return template(messages, tokenize=False, add_generation_prompt=True, **given)
+        return template(messages, tokenize=False, **{"add_generation_prompt": True, **given})
 
-    def say(self, text: str, messages: Any = ASKED, tools: Any = TOOLS) -> None:
+    def say(self, text: str, messages: Any = ASKED, tools: Any = TOOLS, **how: Any) -> None:
         """It answers this conversation so, and then ends."""
         encode = self.model.tokenizer.encode
-        start = len(encode(self.prompt(messages, tools=tools), add_special_tokens=False))
+        start = len(encode(self.prompt(messages, tools=tools, **how), add_special_tokens=False))
         ids = encode(f"{text}<|im_end|>", add_special_tokens=False)
         self.target[start : start + len(ids)] = torch.tensor(ids)
 
@@ -71,6 +72,17 @@ class Speaker:
         return self.client.chat.completions.create(
             model="qwen", messages=messages, extra_body=own, **usual
         )
+
+    def answered(self, messages: Any = ASKED, **given: Any) -> Any:
+        """(text, thoughts, calls, why it ended), which a stream tells too."""
+        [choice] = self.asked(messages, **given).choices
+        calls = choice.message.tool_calls or []
+        assert len({one.id for one in calls}) == len(calls)
+        found = [(one.function.name, json.loads(one.function.arguments)) for one in calls]
+        thoughts = getattr(choice.message, "reasoning_content", None) or ""
+        told = (choice.message.content, thoughts, found, choice.finish_reason)
+        assert parts(self.asked(messages, **given, stream=True)) == told
+        return told
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +113,15 @@ def parts(chunks: Any) -> tuple[str, str, list[tuple[str, Any]], str]:
 MODES: Any = [
     {"mode": "ntp"},
     {"mode": "verified", "block_size": 8},
-    {"mode": "sbd", "block_size": 4},
+    {"mode": "sbd", "block_size": 32},
 ]
+BAD = (
+    '{"name": "weather", "argum', '{"name": "weather"}', "[1]", "{}", "bad", "",
+    '{"name": "", "arguments": {}}', '{"name": 3, "arguments": {}}',
+    '{"name": "weather", "arguments": "Paris"}', '{"name": "weather", "arguments": [1]}',
+    '{"name": "weather", "arguments": {"city": NaN}}', r'{"name": "\ud800", "arguments": {}}',
+)  # fmt: skip
+P, K = call(PARIS), call(KOELN)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,31 +129,42 @@ MODES: Any = [
     ("said", "text", "thoughts", "calls"),
     [
         ("It rains.", "It rains.", "", []),
-        (call(KOELN), "", "", [KOELN]),
-        (f"Let me see.\n{call(KOELN)}\n{call(PARIS)}", "Let me see.", "", [KOELN, PARIS]),
-        (f"<think>Hm.</think>{call(PARIS)}", "", "Hm.", [PARIS]),
+        ("", "", "", []),
+        (" \n It rains. \n", "It rains.", "", []),
+        (K, "", "", [KOELN]),
+        (f"Let me see.\n{K}\n{P}", "Let me see.", "", [KOELN, PARIS]),
+        (f"See.\n{P}\nAnd then\n{K}\nDone.", "See.\nAnd then\nDone.", "", [PARIS, KOELN]),
+        (f"<think>Hm.</think>{P}", "", "Hm.", [PARIS]),
+        ("<think>\nHm.\n\nYes.\n</think>\n\nIt rains.", "It rains.", "Hm.\n\nYes.", []),
+        ("<think>A</think>x<think>B</think>y", "xy", "AB", []),
+        (f"<think>{P}</think>ok", "ok", P, []),
+        ("<think>Hm, no", "", "Hm, no", []),
+        (P.removesuffix("\n</tool_call>"), "", "", [PARIS]),
+        (f"<think>think</think>{call('bad')}", call("bad"), "think", []),
+        (f"{P}{call('bad')}", call("bad"), "", [PARIS]),
+        (f"{call('bad')}{P} so {call('[')}", f"{call('bad')} so {call('[')}", "", [PARIS]),
+        ("a <tool_ca b </tool_call> </think>", "a <tool_ca b </tool_call> </think>", "", []),
+        ("a \n<tool_c", "a \n<tool_c", "", []),
+        ("a <user> b", "a  b", "", []),
+        (f"Ünï \U0001f327 {K}", "Ünï \U0001f327", "", [KOELN]),
+        (
+            "<tool_call>\n[1]\n</tool_call>\n" * 3,
+            ("<tool_call>\n[1]\n</tool_call>\n" * 3)[:-1],
+            "",
+            [],
+        ),
     ],
 )
 def test_calls_of_an_answer(speaker, said, text, thoughts, calls, mode):
-    """The same in a stream."""
+    """The same in a stream, and whatever a forward reveals."""
     speaker.say(said)
+    named = [(one["name"], one["arguments"]) for one in calls]
+    reason = "tool_calls" if calls else "stop"
+    assert speaker.answered(**mode) == (text, thoughts, named, reason)
     answer = speaker.asked(**mode)
-    [choice] = answer.choices
-    found = [
-        {"name": one.function.name, "arguments": json.loads(one.function.arguments)}
-        for one in choice.message.tool_calls or []
-    ]
-    assert found == calls
-    assert choice.message.content == text
-    assert (getattr(choice.message, "reasoning_content", None) or "") == thoughts
-    assert choice.finish_reason == ("tool_calls" if calls else "stop")
-    assert len({one.id for one in choice.message.tool_calls or []}) == len(calls)
     tokens = speaker.model.tokenizer.encode(said, add_special_tokens=False)
     assert answer.usage.completion_tokens == len(tokens) + 1, "and its end"
     assert answer.setblock["mode"] == mode["mode"]
-    told = parts(speaker.asked(**mode, stream=True))
-    named = [(one["name"], one["arguments"]) for one in calls]
-    assert told == (text, thoughts, named, choice.finish_reason)
 
 
 def test_what_the_tools_gave_goes_to_the_model(speaker):
@@ -157,46 +187,83 @@ def test_what_the_tools_gave_goes_to_the_model(speaker):
     assert answer.usage.prompt_tokens == len(ids)
 
 
-@pytest.mark.parametrize("bad", ['{"name": "weather", "argum', '{"name": "weather"}', "[1]", "{}"])
-def test_a_call_that_can_not_be_read_stays_text(speaker, bad):
-    """As the model wrote it; what came before has been told."""
-    said = f"See: {call(bad)} so"
-    speaker.say(said)
-    [choice] = speaker.asked().choices
-    assert (choice.message.content, choice.message.tool_calls) == (said, None)
-    assert choice.finish_reason == "stop"
-    assert parts(speaker.asked(stream=True)) == (said, "", [], "stop")
-    speaker.say(f"{call(PARIS)} and {call(bad)} so")
-    text, _, calls, reason = parts(speaker.asked(stream=True))
-    assert calls == [("weather", PARIS["arguments"])]
-    assert text.endswith(f"and {call(bad)} so")
-    assert reason == "tool_calls"
+@pytest.mark.parametrize("bad", BAD)
+def test_a_call_that_can_not_be_read_stays_text(speaker, bad, caplog):
+    """As the model wrote it, and nothing else of the answer; no log tells what."""
+    speaker.say(f"{P} and {call(bad)} so {K}")
+    calls = [("weather", one["arguments"]) for one in (PARIS, KOELN)]
+    told = speaker.answered(max_tokens=400)
+    assert told == (f"and {call(bad)} so", "", calls, "tool_calls")
+    assert "a call of a tool stays text" in caplog.text
+    assert (bad or "tool_call>") not in caplog.text
 
 
 def test_a_call_cut_by_the_limit_stays_text(speaker):
-    speaker.say(call(KOELN))
-    [choice] = speaker.asked(max_tokens=30).choices
-    assert choice.message.content == call(KOELN)[:30]
-    assert choice.finish_reason == "length"
-    told = parts(speaker.asked(max_tokens=30, stream=True))
-    assert told == (call(KOELN)[:30], "", [], "length")
+    speaker.say(f"{P}\n{K}")
+    length = len(P) + 30
+    told = speaker.answered(max_tokens=length)
+    paris = ("weather", PARIS["arguments"])
+    assert told == (f"\n{K}"[:30].strip(), "", [paris], "tool_calls")
+    speaker.say(K)
+    assert speaker.answered(max_tokens=30) == (K[:30], "", [], "length")
 
 
-def test_a_stop_text_ends_the_answer_before_a_call(speaker):
-    speaker.say(f"Well. Observation: {call(KOELN)}")
-    [choice] = speaker.asked(stop=["Observation:"]).choices
-    assert (choice.message.content, choice.message.tool_calls) == ("Well.", None)
-    assert parts(speaker.asked(stop=["Observation:"], stream=True))[0].strip() == "Well."
+def test_stop_texts(speaker):
+    """Before a call, and within one; the end of the answer is none of it."""
+    speaker.say(f"Well. Observation: {K}")
+    assert speaker.answered(stop=["Observation:"]) == ("Well.", "", [], "stop")
+    speaker.say(K)
+    assert speaker.answered(stop=["</tool_call>"])[2] == [("weather", KOELN["arguments"])]
+    speaker.say("It rains.")
+    for stop in ("|", ">", "im_end"):
+        assert speaker.answered(stop=[stop]) == ("It rains.", "", [], "stop")
 
 
 def test_without_tools_the_text_is_as_it_was_said(speaker):
-    said = f"<think>Hm.</think>{call(KOELN)}"
+    said = f"<think>Hm.</think>{K}"
     for given in ({"tools": []}, {"tools": openai.omit}, {"tool_choice": "none"}):
         speaker.say(said, tools=None)
-        [choice] = speaker.asked(**given).choices
-        assert (choice.message.content, choice.message.tool_calls) == (said, None)
+        assert speaker.answered(**given) == (said, "", [], "stop")
     speaker.say(said)
-    assert speaker.asked(tool_choice="auto").choices[0].message.tool_calls
+    assert speaker.answered(tool_choice="auto")[2]
+
+
+def test_a_message_that_is_gone_on_with(speaker):
+    """What it says already is not told again, but tells what follows."""
+
+    def goes_on(begun: str, said: str) -> Any:
+        turns = [*ASKED, {"role": "assistant", "content": begun}]
+        more = {"add_generation_prompt": False, "continue_final_message": True}
+        speaker.say(said, turns, **more)
+        return speaker.answered(turns)
+
+    paris = ("weather", PARIS["arguments"])
+    assert goes_on("It is", " raining.") == ("raining.", "", [], "stop")
+    assert goes_on("<think>Well", f", no.</think>{P}") == ("", ", no.", [paris], "tool_calls")
+    assert goes_on(P, "Well.") == ("Well.", "", [], "stop")
+    assert goes_on(P[:40], P[40:]) == ("", "", [paris], "tool_calls")
+    body = {"messages": [*ASKED, {"role": "assistant", "content": call("bad")}], "tools": TOOLS}
+    error = refused(speaker.address, body, "chat/completions")
+    assert error["message"] == "messages end with a call of a tool that can't be read"
+
+
+def test_what_is_null_in_tools_and_calls_is_not_there(speaker):
+    """Nor what asks for nothing."""
+    plain = {"name": "weather", "parameters": PLACE}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": KOELN}]}
+    result = {"role": "tool", "content": "wet", "tool_call_id": "1"}
+    more = {"description": None, "strict": False}
+    named = {"name": "weather", "arguments": json.dumps(KOELN["arguments"])}
+    told = [{"index": 0, "id": "1", "type": None, "function": named}]
+    speaker.say("So.", [*ASKED, turn, result], [{"type": "function", "function": plain}])
+    counts = {
+        speaker.asked(
+            [*ASKED, {**turn, "tool_calls": calls}, result], tools=[tool]
+        ).usage.prompt_tokens
+        for calls in ([{"id": "1", "function": named}], told)
+        for tool in ({"type": "function", "function": plain}, {"function": {**plain, **more}})
+    }
+    assert len(counts) == 1
 
 
 def test_a_response_template_of_the_tokenizer_s_own(speaker, monkeypatch):
@@ -218,20 +285,73 @@ def test_a_response_template_of_the_tokenizer_s_own(speaker, monkeypatch):
     wrong = refused(speaker.address, body, "chat/completions")["message"]
     assert wrong.startswith("tools can't be used, as the tokenizer's response_template is wrong: ")
     own["start_anchor"] = "<|im_start|>assistant\n"
+    bonn = ("weather", {"city": "Bonn"})
     speaker.say('Well. <user>weather{"city": "Bonn"}<model>')
-    [choice] = speaker.asked().choices
-    [one] = choice.message.tool_calls
-    assert (one.function.name, json.loads(one.function.arguments)) == ("weather", {"city": "Bonn"})
-    assert choice.message.content == "Well."
-    told = parts(speaker.asked(stream=True))
-    assert told[2:] == ([("weather", {"city": "Bonn"})], "tool_calls")
-    speaker.say('Well. <user>weather{"city": <model>')
-    assert speaker.asked().choices[0].message.content == 'Well. weather{"city": '
+    for defaults in ({"role": "assistant"}, {"tool_calls": []}):
+        own["defaults"] = defaults
+        assert speaker.answered() == ("Well.", "", [bonn], "tool_calls")
+    speaker.say('Well. <user>weather{"city": <model><|im_start|>')
+    assert speaker.answered()[0] == 'Well. <user>weather{"city": <model>', "as the model wrote it"
+    fields["tool_calls"] |= {"open": "<user>", "content": "json", "repeats": False}
+    del fields["tool_calls"]["open_pattern"], fields["tool_calls"]["transform"]
+    calls = json.dumps([{"function": one} for one in (PARIS, KOELN)])
+    speaker.say(f"<user>{calls}<model>")
+    assert [arguments for _, arguments in speaker.answered()[2]] == [
+        PARIS["arguments"], KOELN["arguments"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "own", [[], "x", {"fields": None}, {"fields": {}}, {"fields": {"content": {}}}]
+)
+def test_wrong_response_templates(speaker, monkeypatch, own):
+    monkeypatch.setattr(speaker.model.tokenizer, "response_template", own, raising=False)
+    error = refused(speaker.address, {"messages": ASKED, "tools": TOOLS}, "chat/completions")
+    assert error["message"].startswith("tools can't be used, as the tokenizer's response_template")
+
+
+def test_the_text_part_of_a_larger_network(speaker, monkeypatch):
+    monkeypatch.setattr(speaker.model.network.config, "model_type", "gemma4_text")
+    hearing = Hearing(speaker.model, lambda *a, **k: None, [])
+    assert "call:" in hearing.response_template["fields"]["tool_calls"]["open_pattern"]
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "message"),
+    [
+        (
+            "{% if tools %}{{ 1 / 0 }}{% endif %}",
+            "tools",
+            "tools do not fit the chat template: div",
+        ),
+        ("{{ 1 / 0 }}", "messages", "messages do not fit the chat template: division by zero"),
+        (
+            "{{ tools | length }}{{ messages[0].content }}",
+            "tools",
+            "tools can't be used with this chat template, in which no answer begins as the",
+        ),
+    ],
+)
+def test_templates_that_do_not_fit(speaker, monkeypatch, template, field, message):
+    monkeypatch.setattr(speaker.model.tokenizer, "chat_template", template)
+    error = refused(speaker.address, {"messages": ASKED, "tools": TOOLS}, "chat/completions")
+    assert error["message"].startswith(message)
+    assert error["param"] == field
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools must be a list of tools, got {}"),
-    ({"tools": ["weather"]}, "tools[0] must be an object"),
+    ({"tools": ["weather"]}, "tools[0] must be an object, got 'weather'"),
+    ({"tools": ["weather"], "tool_choice": "none"}, "tools[0] must be an object, got 'weather'"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": []}}}]},
+        "tools[0].function.parameters.properties must be an object, got []",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": {"anyOf": 3}}}}}]},
+        "tools[0].function.parameters.properties.a.anyOf must be a list of schemas, got 3",
+    ),
+    ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name must be a text, got ''"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type is not supported, only 'function'; got 'c"),
     ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
     ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x is not supported, only function, type"),
@@ -253,7 +373,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 FUNCTION = {"name": "f", "arguments": "{}"}
 BAD_TURNS: list[tuple[dict[str, Any], str]] = [
-    ({"tool_calls": 3}, "tool_calls must be a list of calls"),
+    ({"tool_calls": 3}, "tool_calls must be a list of calls, got 3"),
+    ({"tool_calls": [{"id": 3, "function": FUNCTION}]}, "tool_calls[0].id must be a text, got 3"),
+    (
+        {"tool_calls": [{"function": {**FUNCTION, "arguments": r'{"a": "\ud800"}'}}]},
+        "tool_calls[0].function.arguments must be the JSON of an object, got ",
+    ),
     ({"tool_calls": [3]}, "tool_calls[0] must be an object"),
     ({"tool_calls": [{"type": "x"}]}, "tool_calls[0].type is not supported, only 'function'; got"),
     ({"tool_calls": [{"id": "1"}]}, "tool_calls[0].function must be an object"),

@@ -133,7 +133,10 @@ def test_columns_of_other_names(tmp_path):
             '[{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}',
             r":1: a completion must be one assistant message, got \['assistant', 'user'\]",
         ),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', ":1: tools are not su"),
+        (
+            '{"prompt": "a", "completion": "b", "tools": [{}]}',
+            ":1: tools are supported in rows of messages alone, and not with answers of the",
+        ),
         (
             '{"messages": [{"content": "a"}]}\n',
             r":1: messages must be messages of role and content",
