@@ -60,6 +60,8 @@ def to_row(message: Any) -> dict[str, str]:
         raise ValueError("role and content must be text")
     if unknown := given.keys() - MORE_OF_ROLE.get(role, ()):
         raise ValueError(f"{min(unknown)} is not supported of role {role}")
+    if wrong := [name for name in given if name != "tool_calls" and type(given[name]) is not str]:
+        raise ValueError(f"{wrong[0]} must be text")
     if not isinstance(calls, list):
         raise ValueError("tool_calls must be a list")
     if calls:

@@ -117,7 +117,10 @@ def load_rows(
     if len(kinds) > 1:
         raise ValueError(f"data of different formats: {'; '.join(sorted(kinds))}")
     if any("tools" in part.column_names for part in parts):
-        parts = [part if "tools" in part.column_names else part.map(_filled) for part in parts]
+        parts = [
+            part if "tools" in part.column_names else part.map(_filled, desc="Chats without tools")
+            for part in parts
+        ]
     rows = concatenate_datasets(parts)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -265,6 +268,8 @@ def _check_tools(
     tokenizer: Any, messages: list[dict[str, Any]], where: str, tools: list[Any] | None
 ) -> None:
     """Raises: ValueError if the chat template renders the same without tools, or without a call."""
+    if not tools and not any(message.get("tool_calls") for message in messages):
+        return
     given: dict[str, Any] = {"tools": tools} if tools else {}
     whole = _render(tokenizer, messages, where, **given)
     if tools and _render(tokenizer, messages, where) == whole:

@@ -170,6 +170,7 @@ NOTHING_ELSE = "nothing else but tool_calls and reasoning_content of the assista
         (assistant(content="", tool_calls=[]), "messages hold an empty message of the assistant"),
         (assistant(content="", reasoning_content="Hm."), "hold an empty message of the assistant"),
         (assistant(content="a", refusal="b"), "refusal is not supported of role assistant"),
+        (assistant(content="a", reasoning_content=3), "reasoning_content must be text"),
         (assistant(tool_calls={"a": 1}), "tool_calls must be a list"),
         (assistant(tool_calls=[3]), "a call in tool_calls must be an object with a function"),
         (
