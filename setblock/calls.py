@@ -8,10 +8,11 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import regex
 from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Names of a template's field for thoughts, of which this one is the protocol's.
 THOUGHTS = "reasoning_content"
-MARKS = ("open", "open_pattern", "close", "close_pattern")
+# Contents of a call that are whole or can't be read; others may miss what was cut off.
+WHOLE = ("json", "python-call-list")
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 
 
@@ -52,7 +54,6 @@ class Hearing:
 
     model: decodes those special tokens too that are marks of the response template.
     listener: of the answer, once the conversation is known.
-    said: the answer's text, up to a stop text, once it is there; for one that is no stream.
     """
 
     def __init__(self, model: Model, template: Callable[..., Any], tools: list[Any]) -> None:
@@ -60,7 +61,8 @@ class Hearing:
 
         Raises: Refused where nothing tells how the model writes calls.
         """
-        self.template, self.tools, self.said = template, tools, ""
+        self.template, self.tools = template, tools
+        self.parts: list[Any] = []  # of an answer that is no stream
         network: Any = model.network
         # The text part of a network that sees as well writes calls as that does.
         kind = network.config.model_type.removesuffix("_text")
@@ -83,11 +85,13 @@ class Hearing:
             why = f"can't be used, as the tokenizer's response_template is wrong: {error}"
             raise Refused("tools", why) from None
         self.response_template: dict[str, Any] = found
-        marks = [one for field in found["fields"].values() for one in _marks(field)]
+        marks = [*_texts(found["fields"])]
+        patterns = [regex.compile(one) for name, one in marks if name.endswith("pattern")]
         self.model = model.telling(
             token
             for token in model.special_tokens
-            if any(token in mark or re.escape(token) in mark for mark in marks)
+            if any(token in one or re.escape(token) in one for _, one in marks)
+            or any(one.fullmatch(token, partial=True) for one in patterns)
         )
 
     def apply_chat_template(self, conversation: Sequence[Any], **given: Any) -> Any:
@@ -112,7 +116,7 @@ class Hearing:
 
     def parse_response(self, ids: Any, template: Any, **given: Any) -> dict[str, Any]:
         """The answer's text, thoughts and calls."""
-        parts = self.listener.hear(self.said, ended=True)
+        parts = self.parts
         thoughts = "".join(part for part in parts if isinstance(part, ReasoningText))
         text = "".join(part for part in parts if type(part) is str)
         calls = [
@@ -138,7 +142,7 @@ class Listener:
         self.parser = parser
         self.before = len(parser._buffer)  # characters of the prompt in what it counts
         self.said, self.told = "", 0  # all of the answer; how much of it has been handed out
-        self.calling = False
+        self.calling = self.warned = False
         # White space that waits for more of its kind; None before the first.
         self.waiting: dict[type, str | None] = {str: None, ReasoningText: None}
 
@@ -148,15 +152,29 @@ class Listener:
         for character in piece:  # so that what can't be read spoils no more than itself
             self.said += character
             parts += self._read(lambda character=character: self.parser.feed(character))
-        if ended:
-            parts += self._read(lambda: self.parser.finalize()[1])
+        if ended and self._cut_off():
+            parts.append(self.said[self.told :])
+        elif ended:
+            parts += self._read(lambda: self.parser.finalize()[1], ended=True)
         return [one for part in parts for one in self._trimmed(part)]
 
-    def _read(self, go_on: Callable[[], list[dict[str, Any]]]) -> list[Any]:
+    def _cut_off(self) -> bool:
+        """Whether the answer ends in a call that may miss something, without a sign of it."""
+        parser, field = self.parser, self.parser._spec.fields["tool_calls"]
+        if parser._current != field.name or field.close_re is None or field.content in WHOLE:
+            return False
+        return field.close_re.search(parser._buffer, parser._pos) is None
+
+    def _read(self, go_on: Callable[[], list[dict[str, Any]]], ended: bool = False) -> list[Any]:
         """The parts of the parser's next events."""
         parts: list[Any] = []
+        held = self.before - self.parser._pos  # characters of the prompt, as a mark may begin there
         try:
             for event in go_on():
+                if event["type"] == "region_chunk" and held > 0:
+                    event = {**event, "text": event["text"][held:]}
+                if event["type"] == "region_chunk" or event["field"] != self.parser._implicit_name:
+                    held = 0  # told now, or a mark
                 calls = event["field"] == "tool_calls"
                 if calls and event["type"] == "region_close":
                     found = event["value"]
@@ -165,10 +183,13 @@ class Listener:
                     parts += response_events_to_chunks([event])
                 self.calling = calls and event["type"] != "region_close"
         except UNREADABLE as error:
-            # Not what it says, which is the answer.
-            logger.warning("a call of a tool stays text (%s)", type(error).__name__)
-            parts = [self.said[self.told :]]
-            self.told, self.calling = len(self.said), False
+            if not self.warned:  # but not of what it says, which is the answer
+                logger.warning("a call of a tool stays text (%s)", type(error).__name__)
+            # A mark may be known for one a character later, which is yet to be told then.
+            read = max(self.told, self.parser._pos - self.before)
+            end = len(self.said) if ended else read
+            parts = [self.said[self.told : end]]
+            self.told, self.calling, self.warned = end, False, True
             self.parser._reset_to_implicit()
         if not self.calling:
             self.told = max(self.told, self.parser._pos - self.before)
@@ -187,10 +208,14 @@ class Listener:
         return [kind(told)] if told else []
 
 
-def _marks(field: Mapping[str, Any]) -> list[str]:
-    """What begins and ends a field of a response template."""
-    found = [field[name] for name in MARKS if field.get(name)]
-    return [str(mark) for one in found for mark in (one if isinstance(one, list) else [one])]
+def _texts(found: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """(the field that it is in, text) of all that a response template goes by."""
+    if isinstance(found, str):
+        yield name, found
+    named = found.items() if isinstance(found, Mapping) else ()
+    listed = [(name, one) for one in found] if isinstance(found, list) else named
+    for own, one in listed:
+        yield from _texts(one, own)
 
 
 def _call(found: Any) -> ToolCall:

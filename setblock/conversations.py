@@ -47,6 +47,9 @@ def prepared(
     return messages, {"add_generation_prompt": not own, "continue_final_message": own}
 
 
+BOTH = {"role", "content"}
+
+
 def to_row(message: Any) -> dict[str, str]:
     """A message for a column of one schema: role, content and "more", the rest as JSON, if any.
 
@@ -54,21 +57,21 @@ def to_row(message: Any) -> dict[str, str]:
     Raises: ValueError for what is no message.
     """
     given = {name: value for name, value in dict(message).items() if value is not None}
-    role, calls = given.pop("role", None), given.get("tool_calls", [])
-    content = given.pop("content", "" if calls else None)
-    if not (isinstance(role, str) and isinstance(content, str)):
+    if given.get("tool_calls") == []:
+        del given["tool_calls"]
+    turn = {name: given.pop(name) for name in dict(message) if name in given and name in BOTH}
+    if calls := given.get("tool_calls"):
+        turn.setdefault("content", "")
+    if not (turn.keys() == BOTH and all(isinstance(text, str) for text in turn.values())):
         raise ValueError("role and content must be text")
-    if unknown := given.keys() - MORE_OF_ROLE.get(role, ()):
-        raise ValueError(f"{min(unknown)} is not supported of role {role}")
+    if unknown := given.keys() - MORE_OF_ROLE.get(turn["role"], ()):
+        raise ValueError(f"{min(unknown)} is not supported of role {turn['role']}")
     if wrong := [name for name in given if name != "tool_calls" and type(given[name]) is not str]:
         raise ValueError(f"{wrong[0]} must be text")
-    if not isinstance(calls, list):
-        raise ValueError("tool_calls must be a list")
-    if calls:
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls must be a list")
         given["tool_calls"] = [_with_arguments(call) for call in calls]
-    else:
-        given.pop("tool_calls", None)
-    turn = {"role": role, "content": content}
     return turn | ({"more": json.dumps(given, ensure_ascii=False)} if given else {})
 
 
@@ -86,7 +89,7 @@ def _with_arguments(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from huggingface_hub import constants
 from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template
@@ -44,7 +44,7 @@ def load_rows(
 
     Of several that fit it is the first. A column more, "where", names the file and line of each, or
     the dataset and row. Where any row calls tools, there is a column "tools", of JSON or "", and
-    messages are as `conversations.to_row` makes them.
+    messages are as `conversations.to_row` makes them, which `prepare` takes back.
 
     A hub dataset's configuration follows a colon: openai/gsm8k:main.
     prompt_field, completion_field: names that those two columns have in the data.
@@ -103,11 +103,13 @@ def load_rows(
         dataset = dataset.select_columns(columns)
         dataset = dataset.rename_columns({c: renamed[c] for c in columns if c in renamed})
         places = [f"{name}: row {number}" for number in range(len(dataset))]
-        called = False
+        called = changed = False
         for where, row in zip(places, dataset, strict=True):
-            called |= _calls(_checked(_sparse(row), where, {}, formats))
-        if called:
-            dataset = _chats_with_tools(dataset, places)
+            checked = _checked(_sparse(row), where, {}, formats)
+            called |= _calls(checked)
+            changed |= any(checked.get(name) != value for name, value in row.items())
+        if called or changed:
+            dataset = _chats(dataset, places, formats, called)
         elif "tools" in columns:
             dataset = dataset.remove_columns("tools")
         if prompts_only and not isinstance(dataset[0].get("prompt"), str):
@@ -142,18 +144,18 @@ def with_answers(rows: Dataset) -> Dataset:
         return rows
     if "messages" not in rows.column_names:
         raise ValueError(f"{rows[0]['where']}: a text holds no prompt to be answered")
-    if "tools" in rows.column_names:
-        raise ValueError(
-            "held-out prompts that are decoded can't have tools: give other --decode-data"
-        )
 
     def parted(row: Mapping[str, Any]) -> dict[str, Any]:
-        *asked, said = row["messages"]
+        if row.get("tools") or any(turn.get("more") for turn in row["messages"]):
+            raise ValueError(f"{row['where']}: tools are not supported in --decode-data")
+        turns = [{name: turn[name] for name in ("role", "content")} for turn in row["messages"]]
+        *asked, said = turns
         if not asked or said["role"] != "assistant":
             raise ValueError(f"{row['where']}: messages must end with the assistant's answer")
         return {"prompt": asked, "completion": [said]}
 
-    return rows.map(parted, remove_columns=["messages"], desc="Chat prompts")
+    columns = [name for name in rows.column_names if name != "where"]
+    return rows.map(parted, remove_columns=columns, desc="Chat prompts")
 
 
 def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
@@ -272,18 +274,20 @@ def _check_tools(
         return
     given: dict[str, Any] = {"tools": tools} if tools else {}
     whole = _render(tokenizer, messages, where, **given)
-    if tools and _render(tokenizer, messages, where) == whole:
+
+    def same(others: list[dict[str, Any]], **given: Any) -> bool:
+        try:
+            return _render(tokenizer, others, where, **given) == whole
+        except ValueError:  # a template may want tools, or the call that a result belongs to
+            return False
+
+    if tools and same(messages):
         raise ValueError(f"{where}: the model's chat template leaves out tools")
     for number, message in enumerate(messages):
         if not message.get("tool_calls"):
             continue
         silent = {name: value for name, value in message.items() if name != "tool_calls"}
-        others = [*messages[:number], silent, *messages[number + 1 :]]
-        try:
-            left_out = _render(tokenizer, others, where, **given) == whole
-        except ValueError:  # a template may want the call that a result belongs to
-            left_out = False
-        if left_out:
+        if same([*messages[:number], silent, *messages[number + 1 :]], **given):
             raise ValueError(
                 f"{where}: the model's chat template leaves out message {number}'s calls"
             )
@@ -407,14 +411,19 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": messages, "tools": row.get("tools", "")}
 
 
-def _chats_with_tools(dataset: Dataset, places: list[str]) -> Dataset:
-    """`_filled` rows of a dataset that was checked."""
+def _chats(dataset: Dataset, places: list[str], formats: Formats, called: bool) -> Dataset:
+    """The rows as they are checked, without what is null. called: `_filled`."""
 
-    def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-        return _filled(_checked(_sparse(row), places[number], {}, FORMATS))
+    def row_of(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        checked = _checked(_sparse(row), places[number], {}, formats)
+        return _filled(checked) if called else checked
 
+    text = Value("string")
+    turn = {"role": text, "content": text} | ({"more": text} if called else {})
+    features = Features({"messages": [turn]} | ({"tools": text} if called else {}))
+    old = dataset.column_names
     return dataset.map(
-        filled, with_indices=True, remove_columns=dataset.column_names, desc="Chats with tools"
+        row_of, with_indices=True, remove_columns=old, features=features, desc="Chats"
     )
 
 
@@ -433,7 +442,7 @@ def _without_nulls(value: Any) -> Any:
 def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> dict[str, Any]:
     """The row's columns of its format; refuses empty answers and messages without role."""
     columns = _format(row, where, renamed, formats)
-    tools = _tools(row["tools"], where) if row.get("tools") else ""
+    tools = row.get("tools")
     if tools and (formats == PROMPTS or columns != ("messages",)):
         raise ValueError(
             f"{where}: tools are supported in rows of messages alone, and not with answers of the "
@@ -443,7 +452,8 @@ def _checked(row: Any, where: str, renamed: dict[str, str], formats: Formats) ->
     row = {name: row[old.get(name, name)] for name in columns}
     if columns == ("messages",) and formats != PROMPTS and isinstance(row["messages"], list):
         row["messages"] = [_turn(message, where) for message in row["messages"]]
-        row |= {"tools": tools} if tools else {}
+        if tools and (given := _tools(tools, where)):
+            row["tools"] = given
     for name, value in row.items():
         if name == "messages" and isinstance(value, list) and formats != PROMPTS:
             for message in value:
@@ -498,7 +508,7 @@ def _tools(tools: Any, where: str) -> str:
     """A row's tools, which may be JSON already."""
     try:
         given = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     if not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
         raise ValueError(f"{where}: tools must be a list of objects, or one in JSON")

@@ -88,11 +88,12 @@ class Engine(GenerateManager):
 
         def run() -> Generation:
             found = (one.generation for one in self._unless_ending(reveals))
-            return next(generation for generation in found if generation is not None)
+            generation = next(one for one in found if one is not None)
+            if isinstance(processor, Hearing):
+                processor.parts = processor.listener.hear(generation.text, ended=True)
+            return generation
 
         generation = await self.async_submit(run)
-        if isinstance(processor, Hearing):
-            processor.said = generation.text
         self._finish(request_id, gen_config, generation)
         return generation.text, generation.prompt_tokens, list(generation.token_ids)
 

@@ -1,5 +1,6 @@
 """Tools in a chat, by OpenAI's own client: shown to the model, called by it, answered to it."""
 
+import copy
 import json
 from typing import Any
 
@@ -242,6 +243,13 @@ def test_a_message_that_is_gone_on_with(speaker):
     assert goes_on("<think>Well", f", no.</think>{P}") == ("", ", no.", [paris], "tool_calls")
     assert goes_on(P, "Well.") == ("Well.", "", [], "stop")
     assert goes_on(P[:40], P[40:]) == ("", "", [paris], "tool_calls")
+    # What might have become a mark.
+    assert goes_on("Is 1 <", " 2?") == ("2?", "", [], "stop")
+    assert goes_on("see <tool", "box.") == ("box.", "", [], "stop")
+    assert goes_on("Is 1 <", "") == ("", "", [], "stop")
+    assert goes_on("<think>a <", " 2</think>ok") == ("ok", "2", [], "stop")
+    assert goes_on("<think>a </thi", "nk>ok") == ("ok", "", [], "stop")
+    assert goes_on("So <tool_c", P.removeprefix("<tool_c")) == ("", "", [paris], "tool_calls")
     body = {"messages": [*ASKED, {"role": "assistant", "content": call("bad")}], "tools": TOOLS}
     error = refused(speaker.address, body, "chat/completions")
     assert error["message"] == "messages end with a call of a tool that can't be read"
@@ -299,6 +307,59 @@ def test_a_response_template_of_the_tokenizer_s_own(speaker, monkeypatch):
     assert [arguments for _, arguments in speaker.answered()[2]] == [
         PARIS["arguments"], KOELN["arguments"]
     ]  # fmt: skip
+
+
+def answers_by(speaker, monkeypatch, said: str, **changes: Any) -> Any:
+    """With these changes to how Qwen's template marks calls."""
+    own = copy.deepcopy(Hearing(speaker.model, lambda *a, **k: None, []).response_template)
+    calls = own["fields"]["tool_calls"]
+    own["fields"]["tool_calls"] = {k: v for k, v in (calls | changes).items() if v is not None}
+    monkeypatch.setattr(speaker.model.tokenizer, "response_template", own, raising=False)
+    speaker.say(said)
+    return speaker.answered()
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "calls"),
+    [
+        (f"{call('bad')}xy z", f"{call('bad')}xy z", []),
+        (f"{call('[1]')}\n\nxy z", f"{call('[1]')}\n\nxy z", []),
+        (f"{call('[1]')}{P}", call("[1]"), [("weather", PARIS["arguments"])]),
+        (f"{P}xy", "xy", [("weather", PARIS["arguments"])]),
+    ],
+)
+def test_marks_that_are_known_a_character_later(speaker, monkeypatch, said, text, calls):
+    changes = {"close": None, "close_pattern": r"\s*</tool_call>"}
+    told = answers_by(speaker, monkeypatch, said, **changes)
+    assert told == (text, "", calls, "tool_calls" if calls else "stop")
+
+
+def test_special_tokens_within_a_call(speaker, monkeypatch):
+    """As marks of texts, and in patterns that do not spell them out."""
+    args = {"unquoted_keys": True, "string_delims": [["<model>", "<model>"]]}
+    changes = {"open_pattern": r"<u[rs]er>", "close": "</tool_call>", "content_args": args}
+    said = "<user>{name: <model>weather<model>, arguments: {city: <model>Bonn<model>}}</tool_call>"
+    told = answers_by(speaker, monkeypatch, said, **changes)
+    assert told == ("", "", [("weather", {"city": "Bonn"})], "tool_calls")
+
+
+def test_a_call_without_its_end_is_told_if_all_of_it_is_there(speaker, monkeypatch):
+    """Which only JSON can say."""
+    function = {"name": "{name}", "arguments": "{content}"}
+    changes = {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close": None,
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+        },
+        "transform": {"type": "function", "function": function},
+    }
+    said = "<tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>"
+    assert answers_by(speaker, monkeypatch, said, **changes) == (said, "", [], "stop")
+    told = answers_by(speaker, monkeypatch, f"{said}</function></tool_call>", **changes)
+    assert told == ("", "", [("weather", PARIS["arguments"])], "tool_calls")
 
 
 @pytest.mark.parametrize(

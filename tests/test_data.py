@@ -156,7 +156,7 @@ def test_columns_of_other_names(tmp_path):
         ),
         ('{"messages": [{"role": "user", "content": null}]}\n', r":1: .* both text, and nothing"),
         (
-            '{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}\n',
+            '{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}\n',
             r":1: .* both text, and nothing else",
         ),
         (

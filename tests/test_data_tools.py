@@ -11,7 +11,7 @@ from trainings import QUICK
 from trl.chat_template_utils import get_training_chat_template, qwen3_chat_template
 
 from setblock.conversations import from_row
-from setblock.data import load_rows, prepare, with_answers
+from setblock.data import fingerprint, load_rows, prepare, with_answers
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -120,12 +120,30 @@ def test_the_same_from_other_forms(tmp_path):
     assert chats(str(tmp_path / "rows.parquet"), parts[1]) == [*expected, expected[1]]
 
 
+def test_a_limit_may_leave_out_the_rows_with_tools(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"messages": TALK}, ROWS[0]])
+    [row] = with_answers(load_rows([file], limit=1)).remove_columns("where").to_list()
+    assert row == {"prompt": TALK[:-1], "completion": TALK[-1:]}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: tools are not supported in --decode-da"):
+        with_answers(load_rows([file]))
+
+
 def test_rows_without_tools_are_as_ever(tmp_path):
     plain = [{"messages": TALK}]
     empty = [{"messages": [{**turn, "name": None} for turn in TALK], "tools": []}]
     assert read(write(tmp_path / "empty.jsonl", empty)) == plain
     Dataset.from_list([{"messages": TALK, "tools": None}]).to_parquet(str(tmp_path / "a.parquet"))
     assert read(str(tmp_path / "a.parquet")) == plain
+    table = [{"messages": [{**turn, "tool_calls": None} for turn in TALK], "tools": None}]
+    Dataset.from_list(table).to_parquet(str(tmp_path / "b.parquet"))
+    assert read(str(tmp_path / "b.parquet")) == plain
+    assert read(str(tmp_path / "b.parquet"), prompts_only=True) == [{"prompt": TALK[:-1]}]
+    empty, both = str(tmp_path / "empty.jsonl"), write(tmp_path / "rows.jsonl", ROWS)
+    assert read(str(tmp_path / "b.parquet"), empty) == plain * 2
+    assert chats(str(tmp_path / "b.parquet"), both) == [(TALK, None), *chats(both)]
+    other = [{"messages": [dict(reversed(turn.items())) for turn in TALK]}]
+    assert fingerprint(load_rows([write(tmp_path / "o.jsonl", other)])).endswith("9a16f6e150fa1b91")
+    assert fingerprint(load_rows([write(tmp_path / "p.jsonl", plain)])).endswith("7581746252f1e892")
 
 
 def test_without_marks_a_turn_is_what_the_template_adds(tmp_path):
@@ -137,6 +155,9 @@ def test_without_marks_a_turn_is_what_the_template_adds(tmp_path):
     weather, *_ = prepared(write(tmp_path / "rows.jsonl", ROWS), template=template)
     said = '{"name": "weather", "arguments": {"city": "Köln"}}</s>Yes.</s>'
     assert learned(weather) == said
+    needs = template.replace("{% if tools %}{{ tools | tojson }}</s>{% endif %}", "{{ tools[0] }}")
+    file = write(tmp_path / "weather.jsonl", ROWS[:1])
+    assert learned(prepared(file, template=needs)[0]) == said
 
 
 @pytest.mark.parametrize(
@@ -188,6 +209,8 @@ NOTHING_ELSE = "nothing else but tool_calls and reasoning_content of the assista
         ),
         (assistant(content="a") | {"tools": "[1"}, "tools must be a list of objects, or one in JS"),
         (assistant(content="a") | {"tools": [3]}, "tools must be a list of objects, or one in JSO"),
+        (assistant(tool_calls=called("f", "[" * 100_000)), "the arguments of a call of f must be"),
+        (assistant(content="a") | {"tools": "[" * 100_000}, "tools must be a list of objects, or"),
         ({"text": "a", "tools": TOOLS}, "tools are supported in rows of messages alone"),
     ],
 )
@@ -204,8 +227,6 @@ def test_where_tools_are_not_supported(tmp_path):
     bare = write(tmp_path / "bare.jsonl", [{"messages": WEATHER}])
     with pytest.raises(ValueError, match="both text, and nothing else"):
         load_rows([bare], prompts_only=True)
-    with pytest.raises(ValueError, match="that are decoded can't have tools: give other"):
-        with_answers(load_rows([file]))
 
 
 def test_the_command_trains_on_them(checkpoint, tmp_path, run):
@@ -217,4 +238,4 @@ def test_the_command_trains_on_them(checkpoint, tmp_path, run):
     judged = ["--eval-data", rows, "--eval-strategy", "steps", "--json"]
     assert run(*words, *judged, "--output-dir", tmp_path / "out").json["steps"] == 3
     held_out = ["--decode-data", rows, "--decode-every", "1", "--output-dir", tmp_path / "b"]
-    assert "that are decoded can't have tools" in run(*words, *held_out).error
+    assert "rows.jsonl:1: tools are not supported in --decode-data" in run(*words, *held_out).error
