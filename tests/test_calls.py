@@ -338,7 +338,7 @@ def test_special_tokens_within_a_call(speaker, monkeypatch):
     """As marks of texts, and in patterns that do not spell them out."""
     args = {"unquoted_keys": True, "string_delims": [["<model>", "<model>"]]}
     changes = {"open_pattern": r"<u[rs]er>", "close": "</tool_call>", "content_args": args}
-    said = "<user>{name: <model>weather<model>, arguments: {city: <model>Bonn<model>}}</tool_call>"
+    said = "<user>{name:<model>weather<model>,arguments:{city:<model>Bonn<model>}}</tool_call>"
     told = answers_by(speaker, monkeypatch, said, **changes)
     assert told == ("", "", [("weather", {"city": "Bonn"})], "tool_calls")
 
