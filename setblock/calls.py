@@ -81,12 +81,12 @@ class Hearing:
             fields = self.spec.fields
             if missing := {"tool_calls", "content"} - fields.keys():
                 raise ValueError(f"it has no field {min(missing)}")
-        except (*UNREADABLE, AttributeError) as error:
+            marks = [*_texts(found["fields"])]
+            patterns = [regex.compile(one) for name, one in marks if name.endswith("pattern")]
+        except (*UNREADABLE, AttributeError, regex.error) as error:
             why = f"can't be used, as the tokenizer's response_template is wrong: {error}"
             raise Refused("tools", why) from None
         self.response_template: dict[str, Any] = found
-        marks = [*_texts(found["fields"])]
-        patterns = [regex.compile(one) for name, one in marks if name.endswith("pattern")]
         self.model = model.telling(
             token
             for token in model.special_tokens

@@ -362,8 +362,23 @@ def test_a_call_without_its_end_is_told_if_all_of_it_is_there(speaker, monkeypat
     assert told == ("", "", [("weather", PARIS["arguments"])], "tool_calls")
 
 
+CONTENT: Any = {"close": "</s>", "content": "text"}
+BAD_PATTERN = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": CONTENT,
+        "tool_calls": {
+            "open": "<c>",
+            "close": "</c>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": "("},
+        },
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "own", [[], "x", {"fields": None}, {"fields": {}}, {"fields": {"content": {}}}]
+    "own", [[], "x", {"fields": None}, {"fields": {}}, {"fields": {"content": {}}}, BAD_PATTERN]
 )
 def test_wrong_response_templates(speaker, monkeypatch, own):
     monkeypatch.setattr(speaker.model.tokenizer, "response_template", own, raising=False)
