@@ -88,6 +88,7 @@ class TableModel(Model):
         self.special_tokens = ("<mask>", "<eos>", "<bos>")
         self.byte_ids = frozenset()
         self.special_token_ids = frozenset([MASK, EOS, BOS])
+        self.tells = frozenset()
         self.acceptance, self.drafting, self.watch = ACCEPTANCE, {}, None
         self.slides = False
         self.acceptance_is_known = False
