@@ -126,6 +126,15 @@ P, K = call(PARIS), call(KOELN)
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_calls_in_every_mode(speaker, mode):
+    said = f"<think>Hm.</think>See.\n{P}\nAnd\n{call('bad')}"
+    speaker.say(said)
+    calls = [("weather", PARIS["arguments"])]
+    told = speaker.answered(**mode)
+    assert told == (f"See.\nAnd\n{call('bad')}", "Hm.", calls, "tool_calls")
+    assert speaker.asked(**mode).setblock["mode"] == mode["mode"]
+
+
 @pytest.mark.parametrize(
     ("said", "text", "thoughts", "calls"),
     [
@@ -156,8 +165,9 @@ P, K = call(PARIS), call(KOELN)
         ),
     ],
 )
-def test_calls_of_an_answer(speaker, said, text, thoughts, calls, mode):
-    """The same in a stream, and whatever a forward reveals."""
+def test_calls_of_an_answer(speaker, said, text, thoughts, calls):
+    """The same in a stream."""
+    mode = {"mode": "sbd", "block_size": 32}
     speaker.say(said)
     named = [(one["name"], one["arguments"]) for one in calls]
     reason = "tool_calls" if calls else "stop"
@@ -165,7 +175,6 @@ def test_calls_of_an_answer(speaker, said, text, thoughts, calls, mode):
     answer = speaker.asked(**mode)
     tokens = speaker.model.tokenizer.encode(said, add_special_tokens=False)
     assert answer.usage.completion_tokens == len(tokens) + 1, "and its end"
-    assert answer.setblock["mode"] == mode["mode"]
 
 
 def test_what_the_tools_gave_goes_to_the_model(speaker):
