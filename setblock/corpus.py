@@ -10,11 +10,12 @@ from accelerate import PartialState
 from setblock import packed
 from setblock.answers import regenerate
 from setblock.config import SBDConfig
-from setblock.data import load_rows, prepare
+from setblock.data import prepare
 from setblock.loading import load
 from setblock.model import Model
 from setblock.prompts import Sampling, write_prompts
 from setblock.resume import OWN_FOLDER
+from setblock.rows import load_rows
 from setblock.run import OWN, TrainingRun
 from setblock.signals import stop_at_once
 from setblock.watch import prompts_of

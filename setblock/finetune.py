@@ -21,7 +21,7 @@ from setblock.corpus import (
     room_of,
     training_rows,
 )
-from setblock.data import fingerprint, load_rows, prepare, talks, with_answers
+from setblock.data import prepare
 from setblock.estimate import describe, estimate
 from setblock.files import let_read
 from setblock.loading import DTYPES, load, place_of
@@ -37,6 +37,7 @@ from setblock.resume import (
     read_state,
     write_lines,
 )
+from setblock.rows import fingerprint, load_rows, talks, with_answers
 from setblock.run import TrainingRun, names_of, parse_config, settings_of_run
 from setblock.train import SBDTrainer, loss_sum
 from setblock.trial import check_head

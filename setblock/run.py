@@ -14,9 +14,9 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 
 from setblock import adapters
 from setblock.config import SBDConfig
-from setblock.data import SUFFIXES
 from setblock.names import lasting
 from setblock.resume import OWN_FOLDER
+from setblock.rows import SUFFIXES
 from setblock.solvers import parse
 
 ANSWERS = ("data", "model")

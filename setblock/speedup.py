@@ -12,7 +12,7 @@ from typing import Any
 
 from setblock.adapters import no_chain
 from setblock.corpus import check_beside_own, fitting, make_up_prompts, training_rows
-from setblock.data import load_rows, prepare
+from setblock.data import prepare
 from setblock.evaluate import Form
 from setblock.files import write_whole
 from setblock.finetune import finetune
@@ -20,6 +20,7 @@ from setblock.loading import load
 from setblock.model import Model
 from setblock.names import ModelError
 from setblock.resume import OWN_FOLDER, PREFIX, is_cut, left_in
+from setblock.rows import load_rows
 from setblock.run import TrainingRun, names_of, parse_config
 from setblock.tasks import TASKS, Item
 from setblock.trial import check_head

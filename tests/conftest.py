@@ -52,7 +52,17 @@ MIXED = ["sliding_attention", "full_attention"]
 # Files that decode or train with many networks and settings. To look at types and shapes of
 # arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
-    *("answers", "architectures", "benchmark", "calls", "finetune", "graphs", "plan", "serve"),
+    *(
+        "answers",
+        "architectures",
+        "benchmark",
+        "calls",
+        "calls_refusals",
+        "finetune",
+        "graphs",
+        "plan",
+        "serve",
+    ),
     *("train_families", "transfer", "tune"),
 }
 KINDS = {
@@ -288,6 +298,24 @@ def client(address) -> Iterator[Any]:
 
     with client_of(address) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def speaker(checkpoint, tmp_path_factory) -> Iterator[Any]:
+    """A Speaker whose network is Qwen's, of random weights."""
+    from servers import client_of, serving
+    from speakers import TEMPLATE, Speaker
+
+    from setblock import load
+    from setblock.serve import build
+
+    saved = checkpoint("qwen3", bos=False, specials=("<|im_start|>", "<|im_end|>"))
+    folder = tmp_path_factory.mktemp("speaker") / "qwen"
+    model = load(copied(saved, folder, "config.json", max_position_embeddings=2048))
+    model.tokenizer.chat_template = TEMPLATE
+    model.eos_token_ids |= {*model.tokenizer("<|im_end|>")["input_ids"]}
+    with serving(build(model, "qwen")) as address, client_of(address) as client:
+        yield Speaker(model, client, address)
 
 
 def gated_adapter(base: Any, folder: Path, chain_width: int = 0) -> Any:

@@ -18,11 +18,12 @@ from trainings import PAIRS, QUICK, ROWS, ending, one_line, run, train, write
 from setblock import packed
 from setblock.answers import regenerate
 from setblock.corpus import make_up_prompts, own_answers
-from setblock.data import load_rows, prepare
+from setblock.data import prepare
 from setblock.finetune import finetune
 from setblock.generation import finished, generate
 from setblock.loading import load
 from setblock.prompts import Sampling, sample_prompts
+from setblock.rows import load_rows
 from setblock.run import TrainingRun
 from setblock.signals import SIGNALS
 from setblock.train import SBDTrainer

@@ -6,7 +6,8 @@ import re
 import pytest
 from conftest import make_tokenizer
 
-from setblock.data import conversation, fingerprint, load_rows, prepare
+from setblock.data import conversation, prepare
+from setblock.rows import fingerprint, load_rows
 
 TALK = [
     {"role": "user", "content": "hi"},
@@ -79,7 +80,7 @@ def test_configuration_of_a_hub_dataset(monkeypatch):
         asked.append((*words, split))
         return Dataset.from_list([{"question": "a", "answer": "b"}])
 
-    monkeypatch.setattr("setblock.data.load_dataset", load_dataset)
+    monkeypatch.setattr("setblock.rows.load_dataset", load_dataset)
     rows = load_rows(["openai/gsm8k:main"], "test", "question", "answer")
     assert asked == [("openai/gsm8k", "main", "test")]
     place = "openai/gsm8k:main: row 0"

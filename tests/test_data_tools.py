@@ -11,7 +11,8 @@ from trainings import QUICK
 from trl.chat_template_utils import get_training_chat_template, qwen3_chat_template
 
 from setblock.conversations import from_row
-from setblock.data import fingerprint, load_rows, prepare, with_answers
+from setblock.data import prepare
+from setblock.rows import fingerprint, load_rows, with_answers
 
 
 def tool(name: str, **properties: Any) -> Any:

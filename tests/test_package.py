@@ -23,7 +23,7 @@ LEVELS = (
         "attention",
         "shared",
         "chain",
-        "data",
+        "rows",
         "config",
         "roofline",
         "records",
@@ -37,6 +37,7 @@ LEVELS = (
     ),
     (
         "objective",
+        "data",
         "cache",
         "adapters",
         "nano",
