@@ -99,7 +99,8 @@ def write_part(base: str, prompts: Path, file: Path, part: str, length: int, siz
     # Here, as they take as long to import as the trainings' processes do themselves.
     from setblock import load
     from setblock.answers import regenerate
-    from setblock.data import load_rows, prepare
+    from setblock.data import prepare
+    from setblock.rows import load_rows
 
     number, parts = map(int, part.split("/"))
     model = load(base)

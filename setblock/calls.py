@@ -22,6 +22,7 @@ from transformers.cli.serving.utils import (
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from setblock.conversations import arguments_of
 from setblock.fields import Refused
 from setblock.model import Model
 
@@ -222,8 +223,8 @@ def _call(found: Any) -> ToolCall:
     """Raises: one of UNREADABLE for what has no name, or no arguments that a client could read."""
     function = found["function"]
     name, arguments = function["name"], function["arguments"]
-    given = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not (isinstance(name, str) and name and isinstance(given, dict)):
+    given = arguments_of(arguments)
+    if given is None or not (isinstance(name, str) and name):
         raise TypeError("no name, or arguments that are no object")
     text = json.dumps(given, ensure_ascii=False, allow_nan=False)
     f"{name}{text}".encode()  # no half of a character

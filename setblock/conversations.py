@@ -81,17 +81,21 @@ def from_row(turn: Mapping[str, str]) -> dict[str, Any]:
     return {"role": turn["role"], "content": turn["content"], **more}
 
 
+def arguments_of(given: Any) -> dict[str, Any] | None:
+    """The object that a call's arguments are, or that they are the JSON of; None for others."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, dict) else None
+
+
 def _with_arguments(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError("a call in tool_calls must be an object with a function that has a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
+    if (arguments := arguments_of(function.get("arguments"))) is None:
         raise ValueError(
             f"the arguments of a call of {function['name']} must be an object, or one in JSON"
         )

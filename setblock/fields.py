@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from setblock.conversations import MORE_OF_ROLE
+from setblock.conversations import MORE_OF_ROLE, arguments_of
 
 # Fields of a request that are options of `setblock.generate` as they are, and their values.
 OPTIONS = {
@@ -167,12 +167,12 @@ def _checked_call(place: str, call: Any) -> dict[str, Any]:
     for where, value in texts.items():
         if not isinstance(value, str):
             raise Refused(where, f"must be a text, got {shown(value)}")
+    given = arguments_of(function["arguments"])
     try:
-        given = json.loads(function["arguments"])
         as_json(given).encode()
-    except (ValueError, RecursionError):  # also for half of a character
+    except (UnicodeEncodeError, RecursionError):  # half of a character, which JSON may spell
         given = None
-    if not isinstance(given, dict):
+    if given is None:
         got = shown(function["arguments"])
         raise Refused(f"{here}.arguments", f"must be the JSON of an object, got {got}")
     return {**call, "function": function}

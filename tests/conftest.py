@@ -52,18 +52,8 @@ MIXED = ["sliding_attention", "full_attention"]
 # Files that decode or train with many networks and settings. To look at types and shapes of
 # arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
-    *(
-        "answers",
-        "architectures",
-        "benchmark",
-        "calls",
-        "calls_refusals",
-        "finetune",
-        "graphs",
-        "plan",
-        "serve",
-    ),
-    *("train_families", "transfer", "tune"),
+    *("answers", "architectures", "benchmark", "calls", "calls_refusals", "finetune", "graphs"),
+    *("plan", "serve", "train_families", "transfer", "tune"),
 }
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
