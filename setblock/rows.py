@@ -103,7 +103,7 @@ def load_rows(
         for where, row in zip(places, dataset, strict=True):
             checked = _checked(_sparse(row), where, {}, formats)
             called |= _calls(checked)
-            changed |= any(checked.get(name) != value for name, value in row.items())
+            changed |= checked.get("messages") != row.get("messages")  # by nulls left out
         if called or changed:
             dataset = _chats(dataset, places, formats, called)
         elif "tools" in columns:

@@ -142,6 +142,9 @@ def test_rows_without_tools_are_as_ever(tmp_path):
     empty, both = str(tmp_path / "empty.jsonl"), write(tmp_path / "rows.jsonl", ROWS)
     assert read(str(tmp_path / "b.parquet"), empty) == plain * 2
     assert chats(str(tmp_path / "b.parquet"), both) == [(TALK, None), *chats(both)]
+    pairs = [{"prompt": "a", "completion": "b", "tools": []}]
+    Dataset.from_list(pairs).to_parquet(str(tmp_path / "c.parquet"))
+    assert read(str(tmp_path / "c.parquet")) == [{"prompt": "a", "completion": "b"}]
     other = [{"messages": [dict(reversed(turn.items())) for turn in TALK]}]
     assert fingerprint(load_rows([write(tmp_path / "o.jsonl", other)])).endswith("9a16f6e150fa1b91")
     assert fingerprint(load_rows([write(tmp_path / "p.jsonl", plain)])).endswith("7581746252f1e892")
