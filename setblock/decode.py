@@ -20,6 +20,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from setblock.chain import conditioned
+from setblock.grammar import Grammar
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
 from setblock.settings import Settings
@@ -39,13 +40,14 @@ class Rows:
     rows        [batch] index of the row in the user's input
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
+    grammars    [batch] which tokens may come next in a row's answer; of all rows None, or of none
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
 
     # Arrays with a line for each row.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
-        *("rows", "nfe", "revealed_at", "entropy"),
+        *("rows", "nfe", "revealed_at", "entropy", "grammars"),
     )
 
     def __init__(
@@ -73,9 +75,14 @@ class Rows:
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
+        self.grammars = np.full(len(prompts), None)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
         self.cache = model.new_cache(len(prompts), capacity + scratch)
         self.prefill_forwards = 1
+
+    def follow(self, grammar: Grammar) -> None:
+        """Have all answers, of which nothing is there yet, follow this grammar."""
+        self.grammars = np.array([grammar.copy() for _ in self.grammars])
 
     def encode(self) -> None:
         """Put long prompts into the cache, but for their last CHUNK tokens, the first step's.
@@ -193,6 +200,9 @@ class Rows:
         nats: Float[ndarray, "batch slots"],
     ) -> Bool[ndarray, "batch length"]:
         """Write the chosen tokens and their entropies at these positions; True there."""
+        if self.grammars[0] is not None:
+            for grammar, new, final in zip(self.grammars, chosen, where, strict=True):
+                grammar.say(new[final].tolist())
         row, column = where.nonzero()
         place = row, slots[row, column]
         self.tokens[place] = chosen[row, column]
@@ -201,6 +211,27 @@ class Rows:
         revealed = np.zeros(self.tokens.shape, dtype=bool)
         revealed[place] = True
         return revealed
+
+    def _allowed(
+        self, logits: Float[Tensor, "batch places vocab"], drafts: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "batch places vocab"]:
+        """Next-token logits of the place behind each row's text, and behind each token of its
+        draft: -inf for tokens that its grammar does not allow there.
+
+        Places that are never reached, behind a draft or what ends it, stay as they are.
+        """
+        if self.grammars[0] is None:
+            return logits
+        vocab = logits.shape[-1]
+        bits = np.full((*logits.shape[:2], -(-vocab // 64)), -1)  # 64 tokens a number
+        for row, (grammar, draft) in enumerate(zip(self.grammars, drafts, strict=True)):
+            for place, told in enumerate(grammar.allowed(draft)):
+                count = -(-vocab // 8)
+                bits.view(np.uint8)[row, place, :count] = np.frombuffer(told, np.uint8, count)
+        [packed] = to_device(logits.device, bits)
+        eights = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        unpacked = (packed.view(torch.uint8)[..., None] >> eights) & 1
+        return logits.masked_fill(unpacked.flatten(-2)[..., :vocab] == 0, -torch.inf)
 
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""
@@ -267,6 +298,8 @@ class DecodeState(Rows):
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
+        else:
+            logits = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():

@@ -121,6 +121,8 @@ class Engine(GenerateManager):
             if message.startswith("prompt 0 "):  # the only one
                 message = message.replace("prompt 0", asked.prompt, 1)
             field, _, why = message.partition(" ")
+            if field == "json_schema":
+                field = "response_format"
             if field in asked.fields:
                 raise Refused(field, why) from None
             raise Refused(None, message) from None

@@ -12,7 +12,7 @@ from setblock.conversations import MORE_OF_ROLE, arguments_of
 OPTIONS = {
     **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
     **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds", "lookup"), "an integer"),
-    **dict.fromkeys(("mode", "solver", "draft"), "a text"),
+    **dict.fromkeys(("mode", "solver", "draft", "regex"), "a text"),
     **dict.fromkeys(("slide", "next_token_seed", "ignore_eos"), "true or false"),
     "stop": "a text or a list of texts",
 }
@@ -21,6 +21,7 @@ TAKEN = {
     "model": "a text",
     "stream": "true or false",
     "stream_options": "an object",
+    "response_format": "an object",
     "return_token_ids": "true or false",
     "max_tokens": "an integer",
     "max_completion_tokens": "an integer",
@@ -41,7 +42,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
     "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "store": (False,),
+    "tool_choice": ("none", "auto"), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),
 }  # fmt: skip
 TEXTS_OF_MESSAGE = {"reasoning_content", "tool_call_id", "name"}
@@ -111,6 +112,29 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
             raise Refused(name, f"is not supported, only {allowed}; got {shown(value)}")
     _check_stop(body.get("stop", []))
     _check_stream_options(body)
+
+
+def json_schema_of(form: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON Schema that a response_format asks for; None for any text.
+
+    Raises: Refused.
+    """
+    place, kinds = "response_format", ("text", "json_object", "json_schema")
+    more = {"json_schema"} if (kind := form.get("type")) == "json_schema" else set()
+    if kind not in kinds:
+        raise Refused(f"{place}.type", f"must be one of {', '.join(kinds)}, got {shown(kind)}")
+    form = _checked_object(place, form, {"type", *more}, {})
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    place = f"{place}.json_schema"
+    known = {"name", "description", "schema", "strict"}
+    told = _checked_object(place, form.get("json_schema"), known, {})
+    for name, own in (("name", "a text"), ("description", "a text"), ("strict", "true or false")):
+        if name in told and type(told[name]) not in KINDS[own]:
+            raise Refused(f"{place}.{name}", f"must be {own}, got {shown(told[name])}")
+    if not isinstance(schema := told.get("schema"), dict):
+        raise Refused(f"{place}.schema", f"must be an object, got {shown(schema)}")
+    return schema
 
 
 def without_nulls(given: Any) -> Any:

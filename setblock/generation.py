@@ -1,6 +1,7 @@
 """Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
 
 import copy
+import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,12 +11,13 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from setblock.decode import DecodeState, Rows
+from setblock.grammar import Grammar, compiled
 from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.pieces import TextPieces
 from setblock.sampling import Sampler
-from setblock.settings import Settings
+from setblock.settings import FORMATS, Settings
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
@@ -37,6 +39,8 @@ class Options(TypedDict, total=False):
     ignore_eos: generate on past EOS.
     slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
     mode "verified"; see settings.Settings.
+    json_schema, regex: what the whole answer has to look like, at most one of them; a schema as its
+    text or the object. Decodes in mode "verified" where the mode would be "sbd" by itself.
     """
 
     mode: str | None
@@ -57,6 +61,8 @@ class Options(TypedDict, total=False):
     seeds: int
     lookup: int | None
     lenience: float
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
 
 
 # Options that other libraries' generation has as well, by whatever name; the others are ours alone.
@@ -84,10 +90,17 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
             f"unknown options {sorted(unknown)}; known: {sorted(Options.__annotations__)}"
         )
     typed = {k: v for k, v in options.items() if v is not None}
+    if isinstance(schema := typed.get("json_schema"), Mapping):
+        try:
+            typed["json_schema"] = json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema must be JSON: {error}") from None
     given = {**model.defaults, **typed}
     idle = {name for name in typed.keys() & BLOCKS if typed[name] is not False}
     if "mode" not in typed and not model.chooses_mode and idle:
         given["mode"] = "sbd"
+    if not typed.keys().isdisjoint(FORMATS) and "mode" not in typed and given["mode"] == "sbd":
+        given["mode"] = "verified"
     if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
             f"{min(idle)} is for decoding in blocks, and {model.name} decodes in mode ntp unless "
@@ -309,11 +322,12 @@ def _stream(
             raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings, options.get("max_new_tokens") is None)
+    grammar, in_pieces = compiled(model, settings), text or bool(settings.stop)
     return (
         reveal
         for rows in batches(ids, size)
         if not set(rows) <= set(skip)
-        for reveal in _stream_batch(model, ids, rows, settings, text or bool(settings.stop))
+        for reveal in _stream_batch(model, ids, rows, settings, in_pieces, grammar)
     )
 
 
@@ -407,10 +421,20 @@ def _check_prompt(
 
 
 def _stream_batch(
-    model: Model, ids: list[list[int]], rows: list[int], settings: Settings, in_pieces: bool
+    model: Model,
+    ids: list[list[int]],
+    rows: list[int],
+    settings: Settings,
+    in_pieces: bool,
+    grammar: Grammar | None,
 ) -> Iterator[Reveal]:
-    """Decode these rows together, to their ends; their texts in pieces, or with the last alone."""
+    """Decode these rows together, to their ends; their texts in pieces, or with the last alone.
+
+    grammar: of each answer.
+    """
     state = _start(model, [ids[row] for row in rows], rows, settings)
+    if grammar is not None:
+        state.follow(grammar)
     begin = time.perf_counter()
     prefill_s = None
     pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}

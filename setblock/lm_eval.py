@@ -41,7 +41,7 @@ class SetBlockLM(BASE):
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches, seeds,
-    lookup, lenience: decoding, as for `setblock.generate`; what is absent comes from the
+    lookup, lenience, regex: decoding, as for `setblock.generate`; what is absent comes from the
     checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """

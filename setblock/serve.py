@@ -41,6 +41,7 @@ from setblock.fields import (
     check,
     check_message,
     checked_tools,
+    json_schema_of,
     shown,
     without_nulls,
 )
@@ -48,6 +49,7 @@ from setblock.model import Model
 
 logger = logging.getLogger(__name__)
 
+TEXT = {"type": "text"}  # the format of an answer, unless a request says another
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 # What a handler passes to a chat template besides the request's chat_template_kwargs.
 FROM_HANDLER = (
@@ -175,6 +177,7 @@ class Answers:
         body.clear()  # the handler's own
         body.update(given)
         check(body, self.fields)
+        json_schema_of(body.get("response_format", TEXT))
         self.check(body)
         for name in ("max_tokens", "max_completion_tokens"):
             if body.get(name, 1) < 1:
@@ -195,6 +198,7 @@ class Answers:
             options.setdefault("block_size", self.model_manager.block_size)
         if options.get("temperature"):
             options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
+        options["json_schema"] = json_schema_of(body.get("response_format", TEXT))
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         return Asked(options, limit, body.get("return_token_ids", False), frozenset(body))
 
@@ -263,6 +267,10 @@ class Chat(Answers, ChatCompletionHandler):
         tools = checked_tools(body.pop("tools", []))
         if tools and body.get("tool_choice") != "none":
             body["tools"] = tools
+        if "tools" in body:
+            for name in {"response_format", "regex"} & body.keys():
+                if body[name] != TEXT:
+                    raise Refused(name, "can't be used with tools, which an answer may call")
         if "tools" in body and body.get("parallel_tool_calls") is False:
             raise Refused("parallel_tool_calls", "must be true with tools, got False")
         for name in body.get("chat_template_kwargs", {}):

@@ -1,5 +1,6 @@
 """What a decoding run does: mode, solver, sizes, drafts; checked once, kept with every result."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from setblock.solvers import Solver
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
+FORMATS = ("json_schema", "regex")  # what an answer has to look like
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),
@@ -43,6 +45,8 @@ class Settings:
     lenience: mode "verified": a drafted token is accepted as well if its probability, with
         sampling's noise if any, is at least this share of that of next-token decoding's token; 1 is
         lossless, less is not. See verified.VerifiedRows._said.
+    json_schema, regex: modes "ntp" and "verified": what the whole answer has to look like, a JSON
+        Schema as its text or a regular expression; see grammar.Grammar.
     """
 
     mode: str
@@ -60,6 +64,8 @@ class Settings:
     seeds: int = 0
     lookup: int = 0
     lenience: float | int = 1.0
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -120,6 +126,7 @@ class Settings:
             if getattr(self, name):
                 got = getattr(self, name)
                 raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
+        self._check_formats()
         longest = max(self.block_size, self.lookup + 1)
         lengths = min(self.branches or longest, longest)
         queries = longest + self.block_size * lengths * (1 + self.seeds)
@@ -133,10 +140,36 @@ class Settings:
         if not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"stop must be texts, none of them empty, got {self.stop!r}")
 
+    def _check_formats(self) -> None:
+        given = {name: getattr(self, name) for name in FORMATS if getattr(self, name) is not None}
+        if not given:
+            return
+        name, value = next(iter(given.items()))
+        if len(given) > 1:
+            raise ValueError("json_schema and regex exclude each other, got both")
+        if self.mode == "sbd":
+            raise ValueError(
+                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
+                "before it, got mode sbd"
+            )
+        if self.ignore_eos:
+            raise ValueError(f"{name} says where an answer ends, got ignore_eos")
+        if name == "regex":
+            if not isinstance(value, str):
+                raise ValueError(f"regex must be a text, got {value!r}")
+            return
+        try:
+            schema = json.loads(value) if isinstance(value, str) else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema must be JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise ValueError(f"json_schema must be an object or its JSON text, got {value!r}")
+
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values; no solver where none has a say."""
-        return {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
+        """As JSON values; no solver where none has a say, no format where none is asked for."""
+        told = {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
+        return {k: v for k, v in told.items() if v is not None or k not in FORMATS}
 
     @property
     def uses_solver(self) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from setblock.chain import Chain, joined
 from setblock.decode import Rows, taken
+from setblock.grammar import Grammar
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
 from setblock.sampling import Sampler
@@ -66,6 +67,22 @@ class VerifiedRows(Rows):
         self.draft = np.full((len(prompts), width), model.mask_token_id)
         self.length = np.zeros_like(self.start)
         self.copied = np.zeros(self.start.shape, dtype=bool)
+
+    def follow(self, grammar: Grammar) -> None:
+        super().follow(grammar)
+        self._fit(np.ones(len(self.start), dtype=bool))
+
+    def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:
+        """Fit the drafts of these rows to their grammars: cut where a token is not allowed, with
+        those in place that have no alternative; True at the latter.
+        """
+        forced = np.zeros(self.draft.shape, dtype=bool)
+        for row in which.nonzero()[0] if self.grammars[0] is not None else ():
+            drafted = self.draft[row, : self.length[row]].tolist()
+            tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1])
+            self.draft[row, : len(tokens)], forced[row, : len(only)] = tokens, only
+            self.length[row] = min(len(tokens), int(self._useful(self.draft)[row]))
+        return forced
 
     def _texts(self, end: Int[ndarray, " batch"]) -> tuple[ndarray, ndarray]:
         """(tokens, positions) of each row's text without keys, its draft included, up to `end`."""
@@ -118,6 +135,8 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
+        drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
+        logits = self._allowed(logits, [draft[:length] for draft, length in drafts])
         rows, there = torch.from_numpy(self.rows), torch.from_numpy(places)
         exact, nats = sampler.pick(logits, rows, there), entropy(logits)
         if self.settings.lenience == 1 or not longest:
@@ -190,6 +209,7 @@ class SolverDrafts(VerifiedRows):
         self.drafting = self._open().any(axis=1)
         done = drafting & ~self.drafting
         self.length = np.where(done, self._useful(self.draft), 0)
+        self._fit(done)
         return revealed
 
     def _open(self) -> Bool[ndarray, "batch draft"]:
@@ -284,7 +304,14 @@ class BranchDrafts(VerifiedRows):
         self._redraft(drafts, context, worth, before)
         if self.lookup:
             self._look_up()
+        self._fit(np.ones(len(self.start), dtype=bool))
         return revealed
+
+    def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:
+        forced = super()._fit(which)
+        self.confidence[forced] = 1
+        self.runners[forced] = self.model.mask_token_id
+        return forced
 
     def _plan(self) -> tuple[ndarray, ndarray, ndarray]:
         """(accepted length, token in the first slot, whether in use) of branches [batch, count].

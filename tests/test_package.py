@@ -50,7 +50,7 @@ LEVELS = (
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels", "settings"),
     ("graphs",),
     ("model", "totals", "timelimit", "order"),
-    ("trial",),
+    ("trial", "grammar"),
     ("loading", "decode", "pieces", "views", "calls"),
     ("verified", "likelihood", "train"),
     ("generation", "vllm"),

@@ -102,6 +102,18 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")
     ] = False,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file of a JSON Schema that the whole answer has to match. Decodes in mode "
+            "verified, or ntp where that is the model's or --mode.",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Regular expression that the whole answer has to match, likewise."),
+    ] = None,
     slide: SlideOption = None,
     next_token_seed: SeedFirstOption = False,
     fallback: FallbackOption = None,
@@ -127,6 +139,7 @@ def generate(
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     if messages and chat:
         raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
+    schema = None if json_schema is None else _read_schema(json_schema)
     with starting(model_name):
         from setblock.generation import encode, settings_for, stream
 
@@ -150,6 +163,8 @@ def generate(
         "seeds": seeds,
         "lookup": lookup,
         "lenience": lenience,
+        "json_schema": schema,
+        "regex": regex,
     }
     settings = settings_for(model, **options)
     refuse_idle([settings.mode], solver=solver, block_size=block_size)
@@ -166,7 +181,7 @@ def generate(
             style="dim",
         )
     tell_undrafted(settings, block_size)
-    warm_up(model, options)
+    warm_up(model, {**options, "mode": settings.mode})
     steps, generation = [], None
     try:
         for reveal in reveals:
@@ -248,6 +263,8 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "seeds": settings.seeds,
         "lookup": settings.lookup,
         "lenience": settings.lenience,
+        "json_schema": settings.json_schema and json.loads(settings.json_schema),
+        "regex": settings.regex,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,
@@ -309,6 +326,16 @@ def _read_prompt(
             f"the prompt is not UTF-8: byte 0x{byte:02x} behind {place} characters"
         ) from None
     return text
+
+
+def _read_schema(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"--json-schema {file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--json-schema {file} must hold a JSON Schema, an object")
+    return found
 
 
 def _read_messages(file: Path) -> list[dict[str, str]]:

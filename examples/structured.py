@@ -1,0 +1,138 @@
+"""Measure answers that follow a JSON Schema: how many fit, tokens per forward, wall clock.
+
+    python examples/structured.py --out benchmarks/records/structured-smollm2.json
+
+The model is asked to tell as JSON what a sentence says of a person. It answers freely, under a
+schema, and under the same schema without white space between its parts, each token by token and
+verified, which have to say the same.
+"""
+
+import itertools
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import setblock
+from setblock import records
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer"},
+        "city": {"type": "string", "maxLength": 40},
+        "hobbies": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 4},
+    },
+    "required": ["name", "age", "city", "hobbies"],
+    "additionalProperties": False,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "schema": {"json_schema": PERSON},
+    "schema, compact": {"json_schema": {**PERSON, "x-guidance": {"whitespace_flexible": False}}},
+}
+MODES = ("ntp", "verified")
+NAMES = ("Anna Smith", "Bob Miller", "Carla Rossi", "David Kim", "Eva Novak", "Farid Haddad")
+CITIES = ("Lisbon", "Toronto", "Nairobi", "Osaka", "Bergen", "Lima")
+HOBBIES = ("chess", "hiking", "baking bread", "the violin", "old cars", "painting", "football")
+console = Console(stderr=True)
+
+
+def sentences(count: int) -> list[str]:
+    """So many about persons, always the same."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(count):
+        one, other = draw.sample(HOBBIES, 2)
+        name, city, age = draw.choice(NAMES), draw.choice(CITIES), draw.randint(18, 90)
+        found.append(
+            draw.choice(
+                (
+                    f"{name}, who is {age} and lives in {city}, likes {one} and {other}.",
+                    f"At {age}, {name} moved to {city}. {one} and {other} fill the days.",
+                    f"{name} from {city} turned {age} today and asked for a book on {one}.",
+                )
+            )
+        )
+    return found
+
+
+def fits(text: str) -> bool:
+    """Whether a text is JSON of the schema."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return False
+    kinds = {"name": str, "age": int, "city": str, "hobbies": list}
+    return (
+        isinstance(told, dict)
+        and told.keys() == kinds.keys()
+        and all(type(told[name]) is kind for name, kind in kinds.items())
+        and all(type(one) is str for one in told["hobbies"])
+    )
+
+
+def main(
+    model_name: Annotated[str, typer.Option("--model", help="A MODEL.")] = "smollm2",
+    limit: Annotated[int, typer.Option(min=1, help="Sentences.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 120,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each is timed.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="File of the record.")] = None,
+) -> None:
+    """Answer every sentence in every way, one at a time, the ways in turns."""
+    model = setblock.load(model_name, dtype="float32")
+    ask = "Write name, age, city and hobbies of this person as JSON, and nothing else: "
+    prompts = [[{"role": "user", "content": ask + text}] for text in sentences(limit)]
+    ways = list(itertools.product(FORMATS, MODES))
+    answers: dict[Any, list[setblock.Generation]] = {way: [] for way in ways}
+    seconds: dict[Any, list[float]] = {way: [] for way in ways}
+    for turn in range(repeats + 1):  # the first warms up
+        for prompt, (form, mode) in itertools.product(prompts, ways):
+            how: Any = {"mode": mode, "max_new_tokens": max_new_tokens, **FORMATS[form]}
+            [one] = setblock.generate(model, prompt, **how)
+            if turn == 0:
+                answers[form, mode].append(one)
+            else:
+                seconds[form, mode].append(one.wall_s)
+        console.print(f"turn {turn} of {repeats}", style="dim")
+    record = records.new_record()
+    lines = ["| answers | mode | of the schema | as ntp | tokens | per forward | ms an answer |"]
+    lines.append("|---" * 7 + "|")
+    for form, mode in ways:
+        found, plain = answers[form, mode], answers[form, "ntp"]
+        num_tokens, nfe = sum(one.num_tokens for one in found), sum(one.nfe for one in found)
+        same = [a.token_ids == b.token_ids for a, b in zip(found, plain, strict=True)]
+        times = [seconds[form, mode][index::limit] for index in range(limit)]
+        line = {
+            "format": form,
+            "mode": mode,
+            "num_answers": len(found),
+            "fitting_share": sum(fits(one.text) for one in found) / len(found),
+            "identical_share": sum(same) / len(found),
+            "num_tokens": num_tokens,
+            "nfe": nfe,
+            "tokens_per_forward": num_tokens / nfe,
+            "median_wall_s": statistics.fmean(map(statistics.median, times)),
+            "texts": [one.text for one in found],
+            "settings": found[0].settings.described,
+        }
+        record["results"].append({"model": model_name, "dtype": "float32", **line})
+        lines.append(
+            f"| {form} | {mode} | {line['fitting_share']:.0%} | {line['identical_share']:.0%} "
+            f"| {num_tokens} | {num_tokens / nfe:.2f} | {1000 * line['median_wall_s']:.0f} |"
+        )
+    print("\n".join(lines))
+    if out is not None:
+        records.save_record(record, out)
+    if any(line["identical_share"] < 1 for line in record["results"]):
+        console.print("verified decoding said other tokens than ntp", style="red")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,371 @@
+"""Answers that follow a JSON Schema or a regular expression, in modes ntp and verified."""
+
+import copy
+import json
+import sys
+from typing import Any
+
+import jaxtyping
+import pytest
+import reference
+import regex
+import torch
+from conftest import SHORT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import SLOW
+from test_verified import assert_lossless, options, pair
+
+import setblock
+from setblock.generation import generate, settings_for
+from setblock.grammar import compiled
+from setblock.settings import FORMATS
+
+PATTERNS = [
+    r"(yes|no|maybe)", r"[a-f]{3,9}(, [a-f]{3,9})*\.", r"-?[0-9]+(\.[0-9]{2})?", r"a*b?", r"(ab)*",
+    r"The answer is [0-9]{1,3}, and that is (true|false)\.",
+]  # fmt: skip
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
+        "age": {"type": "integer", "minimum": 1, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+class Slow:
+    """A tokenizer in Python."""
+
+    eos_token_id = 1
+
+
+@pytest.fixture(scope="module")
+def networks(checkpoint):
+    """Random float32 networks of two families with a token for each byte."""
+    return {kind: setblock.load(checkpoint(kind), device="cpu") for kind in ("llama", "qwen3")}
+
+
+def slowly(model, prompt: list[int], pattern: str, most: int, sampler) -> list[int]:
+    """Next-token decoding of row 0, in which every token is tried by a matcher of another kind."""
+    answer: list[int] = []
+    ends = model.eos_token_ids
+    pieces = [model.tokenizer.decode([token]) for token in range(len(model.tokenizer))]
+    while len(answer) < most and not (answer and answer[-1] in ends):
+        text = model.tokenizer.decode(answer)
+        layout = reference._layout(len(prompt) + len(answer), len(prompt) + len(answer))
+        logits = model.forward(torch.tensor([prompt + answer]), layout)[:, -1:]
+        for token in range(logits.shape[-1]):
+            piece = pieces[token] if token < len(pieces) else ""
+            if token in ends:
+                allowed = regex.fullmatch(pattern, text)
+            else:
+                plain = piece and token not in model.tokenizer.all_special_ids
+                allowed = plain and regex.fullmatch(pattern, text + piece, partial=True)
+            if not allowed:
+                logits[..., token] = -torch.inf
+        place = torch.tensor([[len(prompt) + len(answer)]])
+        answer.append(int(sampler.pick(logits, torch.tensor([0]), place)))
+    return answer
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_equals_the_slow_oracle(networks, pattern, temperature) -> None:
+    for model in networks.values():
+        prompt = model.encode("say")
+        found = settings_for(model, mode="ntp", regex=pattern, temperature=temperature, seed=3)
+        expected = slowly(model, prompt, pattern, 24, found.sampler)
+        for mode in ("ntp", "verified"):
+            asked: Any = {"mode": mode, "temperature": temperature, "seed": 3}
+            [one] = generate(model, [prompt], regex=pattern, max_new_tokens=24, **asked)
+            assert list(one.token_ids) == expected
+            assert one.finish_reason in ("eos", "length")
+            assert regex.fullmatch(pattern, one.text, partial=one.finish_reason == "length")
+
+
+@given(data=st.data())
+@settings(max_examples=40, **SLOW)
+def test_verified_says_what_next_token_decoding_says(networks, data) -> None:
+    model = networks[data.draw(st.sampled_from(["llama", "qwen3"]))]
+    chosen = {**data.draw(options(30)), "ignore_eos": False}
+    form: dict[str, Any] = {"regex": data.draw(st.sampled_from(PATTERNS))}
+    if data.draw(st.booleans()):
+        form = {"json_schema": PERSON}
+    count = data.draw(st.integers(1, 3))
+    texts = [model.encode(text) for text in ("a", "some longer prompt", "b c")[:count]]
+    exact, drafted = pair(model, texts, data.draw(st.integers(1, 3)), **form, **chosen)
+    assert_lossless(exact, drafted, chosen["draft"] == "branches")
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"block_size": 16, "seeds": 1}, {"draft": "solver", "solver": "entropy:inf"}]
+)
+def test_a_trained_model_needs_fewer_forwards(nano, how) -> None:
+    texts = [nano.encode(text, chat=True) for text in ("What is 384 + 767?", "Who?")]
+    form: Any = {"json_schema": PERSON, "max_new_tokens": 60}
+    exact, drafted = pair(nano, texts, None, **form, **how)
+    assert_lossless(exact, drafted, False)
+    for one in drafted:
+        found = json.loads(one.text)
+        assert list(found) == ["name", "age", "tags"]
+        assert regex.fullmatch("[A-Z][a-z]{1,8}", found["name"])
+        assert 1 <= found["age"] <= 120
+        assert set(found["tags"]) <= {"a", "b"}
+        assert one.nfe < one.num_tokens or "draft" in how  # whose drafts have forwards of their own
+
+
+def test_what_has_no_alternative_takes_no_forward_of_its_own(networks) -> None:
+    """26 tokens, each a byte, and the end: nine a forward with drafts of eight."""
+    model, text = networks["llama"], "abcdefghijklmnopqrstuvwxyz"
+    how: Any = {"mode": "verified", "block_size": 1, "lookup": 8}
+    [one] = generate(model, "a", regex=text, **how)
+    assert (one.text, one.nfe, one.finish_reason) == (text, 3, "eos")
+    assert one.reveal_step == (1,) * 9 + (2,) * 9 + (3,) * 9
+    assert set(one.entropy) == {0.0}
+    [alone] = generate(model, "a", regex=text, mode="ntp")
+    assert (alone.token_ids, alone.nfe) == (one.token_ids, 27)
+
+
+def test_drafts_are_fitted(networks) -> None:
+    model = networks["llama"]
+    ids = model.tokenizer("ab12xyz9", add_special_tokens=False)["input_ids"]
+    [end] = model.eos_token_ids
+    grammar = compiled(model, settings_for(model, regex="ab[0-9]{2}(xyz)?", mode="ntp"))
+    assert grammar is not None
+    assert grammar.fitted(ids, 3) == (ids[:3], [True, True, False])
+    # Behind two figures the answer may end, or go on with x and what has to follow that.
+    drafted = [*ids[:7], end], [True, True, False, False, False, True, True, True]
+    assert grammar.fitted(ids, 20) == drafted
+    assert grammar.fitted([*ids[:4], end, *ids], 20) == (
+        [*ids[:4], end],
+        [True, True] + [False] * 3,
+    )
+    assert grammar.fitted([], 20) == (ids[:2], [True, True])
+    assert [len(grammar.allowed(draft)) for draft in ([], ids[:4], ids, [end], ids[1:])] == [
+        1, 5, 8, 1, 1,
+    ]  # fmt: skip
+    other = grammar.copy()
+    grammar.say([*ids[:4], end, 7])  # what comes behind the end is no part of the answer
+    assert other.fitted([], 1) == ([ids[0]], [True])
+    with pytest.raises(ValueError, match="regex can't be followed"):
+        other.say([ids[5]])
+
+
+def test_rows_leave_the_batch_with_their_grammar(networks) -> None:
+    model = networks["qwen3"]
+    texts = ["a", "some longer prompt", "b c", "dd"]
+    how: Any = {"regex": PATTERNS[1], "temperature": 1.3, "max_new_tokens": 50}
+    for mode in ("ntp", "verified"):
+        together = generate(model, texts, mode=mode, **how)
+        assert len({one.num_tokens for one in together}) > 1
+        for batch_size in (1, 3):
+            found = generate(model, texts, mode=mode, batch_size=batch_size, **how)
+            assert [one.token_ids for one in found] == [one.token_ids for one in together]
+
+
+def test_lenience_keeps_the_format(nano) -> None:
+    texts = ["What is 384 + 767?", "Sort: 5, 3, 9"]
+    how: Any = {"chat": True, "mode": "verified", "lenience": 1e-3, "block_size": 16}
+    for one in generate(nano, texts, json_schema=PERSON, max_new_tokens=60, **how):
+        assert list(json.loads(one.text)) == ["name", "age", "tags"]
+
+
+def test_the_mode_of_a_format(nano, networks) -> None:
+    assert settings_for(nano).mode == "sbd"
+    forms: list[Any] = [{"json_schema": PERSON}, {"regex": "a"}]
+    for form in forms:
+        assert settings_for(nano, **form).mode == "verified"
+        assert settings_for(nano, mode="ntp", **form).mode == "ntp"
+        assert settings_for(networks["llama"], **form).mode == "ntp"
+    kept = settings_for(nano, json_schema={"b": 1, "a": "é"}).json_schema
+    assert kept == '{"b": 1, "a": "é"}'
+    assert settings_for(nano, json_schema=kept).json_schema == kept
+    assert settings_for(nano, json_schema=kept).described["json_schema"] == kept
+    assert not settings_for(nano).described.keys() & set(FORMATS)
+
+
+def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
+    model = networks["llama"]
+    schema = {"type": "array", "items": {"type": "integer"}}
+    for guidance, text, fits in (
+        ({}, "[1, 2,\n    3]", True),
+        ({}, "[1,  2]", False),
+        ({}, "[1,\n\n2]", False),
+        ({"whitespace_flexible": False}, "[1,2]", True),
+        ({"whitespace_flexible": False}, "[1, 2]", False),
+    ):
+        form: Any = {**schema, "x-guidance": guidance} if guidance else schema
+        grammar = compiled(model, settings_for(model, json_schema=form, mode="ntp"))
+        assert grammar is not None
+        ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (grammar.fitted(ids, len(ids))[0] == ids) == fits
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex exclude each other"),
+        ({"json_schema": {}, "mode": "sbd"}, "json_schema is for modes ntp and verified"),
+        ({"regex": "a", "mode": "sbd"}, "regex is for modes ntp and verified, .*, got mode sbd"),
+        ({"regex": "a", "ignore_eos": True}, "regex says where an answer ends, got ignore_eos"),
+        ({"regex": 3}, "regex must be a text, got 3"),
+        ({"json_schema": 3}, "json_schema must be an object or its JSON text, got 3"),
+        ({"json_schema": "[]"}, r"json_schema must be an object or its JSON text, got '\[\]'"),
+        ({"json_schema": "{"}, "json_schema must be JSON: "),
+        ({"json_schema": {"a": {1}}}, "json_schema must be JSON: .*set"),
+        ({"json_schema": {"type": "foo"}}, "json_schema can't be used: Invalid type: foo"),
+        ({"json_schema": {"not": {}}}, r'json_schema can\'t be used: Unimplemented keys: \["not"'),
+        ({"json_schema": '{"a": ' + "[" * 300 + "]" * 300 + "}"}, "can't be used: recursion"),
+        ({"json_schema": '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"}, "json_schema must be JSON"),
+        ({"regex": "a(b"}, "regex can't be used: unclosed group$"),
+        ({"regex": "(?=a)b"}, "regex can't be used: look-around, .* not supported"),
+        ({"regex": r"[^\s\S]"}, "regex can't be followed: no token can come next"),
+        ({"regex": "a", "solver": "fixed:2"}, "solver is for mode 'sbd'"),
+    ],
+)
+def test_refusals(nano, monkeypatch, asked, message) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users run it
+    monkeypatch.setattr(nano, "forward", None)  # none of them before the first forward
+    with pytest.raises(ValueError, match=message):
+        generate(nano, "a", **asked)
+
+
+def test_what_a_grammar_needs(networks, monkeypatch) -> None:
+    endless = copy.copy(networks["llama"])
+    endless.eos_token_ids = frozenset()
+    with pytest.raises(ValueError, match=r"regex needs an end-of-text token, and .* has none"):
+        generate(endless, "a", regex="a")
+    other = copy.copy(networks["llama"])
+    other.tokenizer = Slow()
+    with pytest.raises(ValueError, match=r"regex can't be used with the tokenizer of .*: Only f"):
+        compiled(other, settings_for(other, regex="a", mode="ntp"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"json_schema needs llguidance: pip install '\.\[struct"):
+        generate(networks["llama"], "a", json_schema={})
+
+
+# the command
+
+
+def test_the_command(run, tmp_path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(PERSON))
+    words = ("generate", "nano", "--prompt", "Who?", "--chat", "--json")
+    found = run(*words, "--json-schema", file).json
+    assert list(json.loads(found["text"])) == ["name", "age", "tags"]
+    assert (found["mode"], found["json_schema"], found["regex"]) == ("verified", PERSON, None)
+    found = run(*words, "--regex", "[0-9]{3}", "--mode", "ntp").json
+    assert regex.fullmatch("[0-9]{3}", found["text"])
+    assert (found["mode"], found["json_schema"], found["regex"]) == ("ntp", None, "[0-9]{3}")
+    plain = run(*words, *SHORT).json
+    assert (plain["json_schema"], plain["regex"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[1]", "must hold a JSON Schema"),
+        (None, ""),
+    ],
+)
+def test_a_schema_that_is_none(run, tmp_path, told, message) -> None:
+    file = tmp_path / "schema.json"
+    if told is not None:
+        file.write_bytes(told)
+    error = run("generate", "nano", "a", "--json-schema", file).error
+    assert str(file) in error
+    assert message in error
+
+
+# the server
+
+
+def asked(client, **fields: Any) -> Any:
+    own = {name: fields.pop(name) for name in ("mode", "regex", "solver") if name in fields}
+    messages = [{"role": "user", "content": "Who?"}]
+    given = {"model": "nano", "messages": messages, "max_tokens": 100, **fields}
+    return client.chat.completions.create(**given, extra_body=own)
+
+
+@pytest.mark.parametrize("mode", ["ntp", "verified", None])
+def test_the_server_follows_a_schema(client, mode) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    more = {} if mode is None else {"mode": mode}
+    whole = asked(client, response_format=form, **more)
+    text = whole.choices[0].message.content
+    assert list(json.loads(text)) == ["name", "age", "tags"]
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.setblock["mode"] == mode or "verified"
+    form["json_schema"] |= {"strict": True, "description": None}
+    pieces = asked(client, response_format=form, stream=True, **more)
+    assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices) == text
+
+
+def test_the_server_s_other_formats(client) -> None:
+    found = asked(client, response_format={"type": "json_object"}).choices[0]
+    assert found.message.content.startswith("{")
+    assert found.finish_reason == "length" or type(json.loads(found.message.content)) is dict
+    found = asked(client, regex="(red|green)", response_format={"type": "text"}).choices[0]
+    assert found.message.content in ("red", "green")
+    given: Any = {"model": "nano", "prompt": "Who?", "max_tokens": 9}
+    found = client.completions.create(**given, extra_body={"regex": "[0-9]{4}"}).choices[0]
+    assert regex.fullmatch("[0-9]{4}", found.text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "must be one of text, json_",
+        ),
+        (
+            {"response_format": {}},
+            "response_format.type",
+            "must be one of text, json_object, json_",
+        ),
+        ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "must be an object, got None",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}},
+            "response_format.json_schema.name",
+            "must be a text, got 1",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "foo"}},
+                }
+            },
+            "response_format",
+            "can't be used: Invalid type: foo",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "mode": "sbd"},
+            "response_format",
+            "got mode",
+        ),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "got both"),
+        ({"regex": "a(b"}, "regex", "unclosed group"),
+        ({"regex": "a", "solver": "fixed:2"}, "solver", "is for mode 'sbd'"),
+    ],
+)
+def test_what_the_server_refuses(client, fields, param, message) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        asked(client, **fields)
+    assert caught.value.param == param
