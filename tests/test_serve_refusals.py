@@ -242,7 +242,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}},
-            "response_format is not supported",
+            "response_format.type must be one of text, json_object, json_schema, got 'json'",
         ),
     ],
 )
