@@ -78,13 +78,13 @@ def fits(text: str) -> bool:
 
 
 def main(
-    model_name: Annotated[str, typer.Option("--model", help="A MODEL.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="A MODEL.")] = "smollm2",
     limit: Annotated[int, typer.Option(min=1, help="Sentences.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 120,
     out: Annotated[Path | None, typer.Option(help="File of the record.")] = None,
 ) -> None:
     """Answer every sentence in every way, one at a time, the ways in turns."""
-    model = setblock.load(model_name, dtype="float32")
+    loaded = setblock.load(model, dtype="float32", pack=None)
     ask = "Write name, age, city and hobbies of this person as JSON, and nothing else: "
     prompts = [[{"role": "user", "content": ask + text}] for text in sentences(limit)]
     ways = list(itertools.product(FORMATS, MODES))
@@ -92,7 +92,7 @@ def main(
     for done, prompt in enumerate([prompts[0], *prompts]):  # once more, to warm up
         for form, mode in ways:
             how: Any = {"mode": mode, "max_new_tokens": max_new_tokens, **FORMATS[form]}
-            answers[form, mode] += setblock.generate(model, prompt, **how)[: done > 0]
+            answers[form, mode] += setblock.generate(loaded, prompt, **how)[: done > 0]
         console.print(f"{done} of {limit} sentences", style="dim")
     record = records.new_record()
     lines = ["| answers | mode | of the schema | as ntp | tokens | per forward | ms a forward |"]
@@ -115,7 +115,7 @@ def main(
             "texts": [one.text for one in found],
             "settings": found[0].settings.described,
         }
-        record["results"].append({"model": model_name, "dtype": "float32", **line})
+        record["results"].append({"model": model, "dtype": "float32", **line})
         lines.append(
             f"| {form} | {mode} | {line['fitting_share']:.0%} | {line['identical_share']:.0%} "
             f"| {num_tokens} | {num_tokens / nfe:.2f} | {1000 * forward_s:.0f} |"

@@ -156,6 +156,30 @@ def test_task_prompts(tmp_path):
         assert said.replace(" ", "") in error
 
 
+def test_structured(tmp_path, monkeypatch):
+    script, run_here = imported(monkeypatch, "structured")
+    out = tmp_path / "record.json"
+    few = ("--model", "nano", "--limit", 2, "--max-new-tokens", 120, "--out", out)
+    table = run_here(*few)
+    lines = json.loads(out.read_text())["results"]
+    assert [(one["format"], one["mode"]) for one in lines] == [
+        *(("free", mode) for mode in script.MODES),
+        *(("schema", mode) for mode in script.MODES),
+        *(("schema, compact", mode) for mode in script.MODES),
+    ]
+    assert all(one["identical_share"] == 1 for one in lines)
+    assert [one["fitting_share"] for one in lines] == [0, 0, 1, 1, 1, 1]
+    for one, row in zip(lines, table.splitlines()[-6:], strict=True):
+        assert (one["nfe"] == one["num_tokens"]) == (one["mode"] == "ntp")
+        assert f"| {one['format']} | {one['mode']} |" in row
+        assert f"| {one['num_tokens'] / one['nfe']:.2f} |" in row
+        assert ("json_schema" in one["settings"]) == (one["format"] != "free")
+    person = '{"name": "A", "age": 3, "city": "B", "hobbies": ["c"]}'
+    assert script.fits(person)
+    for text in ("", "[]", person[:-1], person.replace("3", "true"), person.replace('"c"', "1")):
+        assert not script.fits(text)
+
+
 def test_nano_lossless(tmp_path):
     """One problem of two families is enough for every setting to run."""
     few = ("--limit", 1, "--latency-limit", 1, "--batch-size", 1, "--workers", 1)
