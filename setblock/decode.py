@@ -84,6 +84,11 @@ class Rows:
         """Have all answers, of which nothing is there yet, follow this grammar."""
         self.grammars = np.array([grammar.copy() for _ in self.grammars])
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the answers follow a grammar."""
+        return self.grammars[0] is not None
+
     def encode(self) -> None:
         """Put long prompts into the cache, but for their last CHUNK tokens, the first step's.
 
@@ -200,7 +205,7 @@ class Rows:
         nats: Float[ndarray, "batch slots"],
     ) -> Bool[ndarray, "batch length"]:
         """Write the chosen tokens and their entropies at these positions; True there."""
-        if self.grammars[0] is not None:
+        if self.bounded:
             for grammar, new, final in zip(self.grammars, chosen, where, strict=True):
                 grammar.say(new[final].tolist())
         row, column = where.nonzero()
@@ -220,8 +225,6 @@ class Rows:
 
         Places that are never reached, behind a draft or what ends it, stay as they are.
         """
-        if self.grammars[0] is None:
-            return logits
         vocab = logits.shape[-1]
         bits = np.full((*logits.shape[:2], -(-vocab // 64)), -1)  # 64 tokens a number
         for row, (grammar, draft) in enumerate(zip(self.grammars, drafts, strict=True)):
@@ -298,7 +301,7 @@ class DecodeState(Rows):
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
-        else:
+        elif self.bounded:
             logits = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy

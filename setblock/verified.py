@@ -77,7 +77,7 @@ class VerifiedRows(Rows):
         those in place that have no alternative; True at the latter.
         """
         forced = np.zeros(self.draft.shape, dtype=bool)
-        for row in which.nonzero()[0] if self.grammars[0] is not None else ():
+        for row in which.nonzero()[0]:
             drafted = self.draft[row, : self.length[row]].tolist()
             tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1])
             self.draft[row, : len(tokens)], forced[row, : len(only)] = tokens, only
@@ -135,8 +135,9 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
-        drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
-        logits = self._allowed(logits, [draft[:length] for draft, length in drafts])
+        if self.bounded:
+            drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
+            logits = self._allowed(logits, [draft[:length] for draft, length in drafts])
         rows, there = torch.from_numpy(self.rows), torch.from_numpy(places)
         exact, nats = sampler.pick(logits, rows, there), entropy(logits)
         if self.settings.lenience == 1 or not longest:
@@ -209,7 +210,8 @@ class SolverDrafts(VerifiedRows):
         self.drafting = self._open().any(axis=1)
         done = drafting & ~self.drafting
         self.length = np.where(done, self._useful(self.draft), 0)
-        self._fit(done)
+        if self.bounded:
+            self._fit(done)
         return revealed
 
     def _open(self) -> Bool[ndarray, "batch draft"]:
@@ -304,7 +306,8 @@ class BranchDrafts(VerifiedRows):
         self._redraft(drafts, context, worth, before)
         if self.lookup:
             self._look_up()
-        self._fit(np.ones(len(self.start), dtype=bool))
+        if self.bounded:
+            self._fit(np.ones(len(self.start), dtype=bool))
         return revealed
 
     def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:

@@ -1,5 +1,6 @@
 """Tiny random checkpoints on disk, made once per test run."""
 
+import gc
 import io
 import json
 import os
@@ -49,11 +50,12 @@ LONGROPE = {
 }
 SHORT = ["--max-new-tokens", "8"]  # words of a command
 MIXED = ["sliding_attention", "full_attention"]
-# Files that decode or train with many networks and settings. To look at types and shapes of
-# arguments would take half of their time; other files do so for the same functions.
+# Files that decode or train with many networks and settings, or whole commands. To look at types and
+# shapes of arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
-    *("answers", "architectures", "benchmark", "calls", "calls_refusals", "finetune", "graphs"),
-    *("plan", "serve", "train_families", "transfer", "tune"),
+    *("answers", "architectures", "benchmark", "calls", "calls_refusals", "chain", "cli_tune"),
+    *("decode", "finetune", "graphs", "plan", "serve", "speedup", "train_families", "transfer"),
+    *("tune", "verified"),
 }
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),
@@ -135,6 +137,12 @@ def save_checkpoint(
         file = folder / "generation_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "setblock": settings}))
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
