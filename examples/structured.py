@@ -10,6 +10,7 @@ verified, which have to say the same.
 import itertools
 import json
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,6 +78,12 @@ def fits(text: str) -> bool:
     )
 
 
+def tells_age(text: str, sentence: str) -> bool:
+    """Whether a text gives the age that the sentence has, in the form of JSON."""
+    age = re.search(r"\d+", sentence)
+    return age is not None and bool(re.search(rf'"age": ?"?{age[0]}\b', text))
+
+
 def main(
     model: Annotated[str, typer.Option(help="A MODEL.")] = "smollm2",
     limit: Annotated[int, typer.Option(min=1, help="Sentences.")] = 20,
@@ -86,7 +93,8 @@ def main(
     """Answer every sentence in every way, one at a time, the ways in turns."""
     loaded = setblock.load(model, dtype="float32", pack=None)
     ask = "Write name, age, city and hobbies of this person as JSON, and nothing else: "
-    prompts = [[{"role": "user", "content": ask + text}] for text in sentences(limit)]
+    told = sentences(limit)
+    prompts = [[{"role": "user", "content": ask + text}] for text in told]
     ways = list(itertools.product(FORMATS, MODES))
     answers: dict[Any, list[setblock.Generation]] = {way: [] for way in ways}
     for done, prompt in enumerate([prompts[0], *prompts]):  # once more, to warm up
@@ -95,18 +103,20 @@ def main(
             answers[form, mode] += setblock.generate(loaded, prompt, **how)[: done > 0]
         console.print(f"{done} of {limit} sentences", style="dim")
     record = records.new_record()
-    lines = ["| answers | mode | of the schema | as ntp | tokens | per forward | ms a forward |"]
-    lines.append("|---" * 7 + "|")
+    lines = ["| answers | mode | of the schema | right age | as ntp | tokens | per forward | ms |"]
+    lines.append("|---" * 8 + "|")
     for form, mode in ways:
         found, plain = answers[form, mode], answers[form, "ntp"]
         num_tokens, nfe = sum(one.num_tokens for one in found), sum(one.nfe for one in found)
         same = [a.token_ids == b.token_ids for a, b in zip(found, plain, strict=True)]
         forward_s = statistics.median(one.decode_s / one.nfe for one in found)
+        ages = [tells_age(one.text, text) for one, text in zip(found, told, strict=True)]
         line = {
             "format": form,
             "mode": mode,
             "num_answers": len(found),
             "fitting_share": sum(fits(one.text) for one in found) / len(found),
+            "right_age_share": sum(ages) / len(found),
             "identical_share": sum(same) / len(found),
             "num_tokens": num_tokens,
             "nfe": nfe,
@@ -117,7 +127,8 @@ def main(
         }
         record["results"].append({"model": model, "dtype": "float32", **line})
         lines.append(
-            f"| {form} | {mode} | {line['fitting_share']:.0%} | {line['identical_share']:.0%} "
+            f"| {form} | {mode} | {line['fitting_share']:.0%} | {line['right_age_share']:.0%} "
+            f"| {line['identical_share']:.0%} "
             f"| {num_tokens} | {num_tokens / nfe:.2f} | {1000 * forward_s:.0f} |"
         )
     print("\n".join(lines))

@@ -50,8 +50,8 @@ LONGROPE = {
 }
 SHORT = ["--max-new-tokens", "8"]  # words of a command
 MIXED = ["sliding_attention", "full_attention"]
-# Files that decode or train with many networks and settings, or whole commands. To look at types and
-# shapes of arguments would take half of their time; other files do so for the same functions.
+# Files that decode or train with many networks and settings, or run long commands. To look at types
+# and shapes of arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
     *("answers", "architectures", "benchmark", "calls", "calls_refusals", "chain", "cli_tune"),
     *("decode", "finetune", "graphs", "plan", "serve", "speedup", "train_families", "transfer"),

@@ -174,6 +174,8 @@ def test_structured(tmp_path, monkeypatch):
         assert f"| {one['format']} | {one['mode']} |" in row
         assert f"| {one['num_tokens'] / one['nfe']:.2f} |" in row
         assert ("json_schema" in one["settings"]) == (one["format"] != "free")
+    assert script.tells_age('{"age": 31}', "Anna is 31.")
+    assert not script.tells_age('{"age": 312}', "Anna is 31.")
     person = '{"name": "A", "age": 3, "city": "B", "hobbies": ["c"]}'
     assert script.fits(person)
     for text in ("", "[]", person[:-1], person.replace("3", "true"), person.replace('"c"', "1")):
