@@ -225,12 +225,11 @@ class Rows:
 
         Places that are never reached, behind a draft or what ends it, stay as they are.
         """
-        vocab = logits.shape[-1]
+        vocab, count = logits.shape[-1], -(-logits.shape[-1] // 8)
         bits = np.full((*logits.shape[:2], -(-vocab // 64)), -1)  # 64 tokens a number
         for row, (grammar, draft) in enumerate(zip(self.grammars, drafts, strict=True)):
             for place, told in enumerate(grammar.allowed(draft)):
-                count = -(-vocab // 8)
-                bits.view(np.uint8)[row, place, :count] = np.frombuffer(told, np.uint8, count)
+                bits.view(np.uint8)[row, place, :count] = told[:count]
         [packed] = to_device(logits.device, bits)
         eights = torch.arange(8, dtype=torch.uint8, device=logits.device)
         unpacked = (packed.view(torch.uint8)[..., None] >> eights) & 1

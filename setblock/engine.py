@@ -49,7 +49,7 @@ class Engine(GenerateManager):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
         listener = processor.listener if isinstance(processor, Hearing) else None
-        reveals = self._begin(processor.model, inputs, gen_config)
+        reveals = self._unless_ending(self._begin(processor.model, inputs, gen_config), gen_config)
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
@@ -58,7 +58,7 @@ class Engine(GenerateManager):
 
         def run() -> None:
             try:
-                for reveal in self._unless_ending(reveals):
+                for reveal in reveals:
                     if listener is not None:
                         for part in listener.hear(reveal.text, reveal.generation is not None):
                             put(part)
@@ -84,10 +84,10 @@ class Engine(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """(text, tokens of the prompt, ids of the answer)."""
-        reveals = self._begin(processor.model, inputs, gen_config)
+        reveals = self._unless_ending(self._begin(processor.model, inputs, gen_config), gen_config)
 
         def run() -> Generation:
-            found = (one.generation for one in self._unless_ending(reveals))
+            found = (one.generation for one in reveals)
             generation = next(one for one in found if one is not None)
             if isinstance(processor, Hearing):
                 processor.parts = processor.listener.hear(generation.text, ended=True)
@@ -116,24 +116,22 @@ class Engine(GenerateManager):
             options: Any = {**asked.options, "max_new_tokens": limit}
             return iter(stream(model, [ids], **options))
         except (ValueError, TypeError) as error:
-            message = str(error).replace("max_new_tokens", asked.limited_by)
-            message = message.replace(", or name another by mask_token_id", "")  # not a client's
-            if message.startswith("prompt 0 "):  # the only one
-                message = message.replace("prompt 0", asked.prompt, 1)
-            field, _, why = message.partition(" ")
-            if field == "json_schema":
-                field = "response_format"
-            if field in asked.fields:
-                raise Refused(field, why) from None
-            raise Refused(None, message) from None
+            raise _refusal(error, asked) from None
 
-    def _unless_ending(self, reveals: Iterator[Reveal]) -> Iterator[Reveal]:
-        """The reveals up to the answer's last; raises Refused once the process is told to end."""
+    def _unless_ending(self, reveals: Iterator[Reveal], asked: Asked) -> Iterator[Reveal]:
+        """The reveals up to the answer's last; raises Refused once the process is told to end, and
+        for a form of the answer that turns out to be too much on the way.
+        """
         going = True
         while going:
             if self.ending.is_set():
                 raise Refused(None, "the server is shutting down", 503)
-            reveal = next(reveals)
+            try:
+                reveal = next(reveals)
+            except ValueError as error:
+                if (refused := _refusal(error, asked)).field in ("response_format", "regex"):
+                    raise refused from None
+                raise
             yield reveal
             going = reveal.generation is None
 
@@ -166,6 +164,17 @@ class State(GenerationState):
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:  # type: ignore[override]
         return self.engine
+
+
+def _refusal(error: Exception, asked: Asked) -> Refused:
+    """What an error of `setblock.generate` says, in the words of the request."""
+    message = str(error).replace("max_new_tokens", asked.limited_by)
+    message = message.replace(", or name another by mask_token_id", "")  # not a client's
+    if message.startswith("prompt 0 "):  # the only one
+        message = message.replace("prompt 0", asked.prompt, 1)
+    field, _, why = message.partition(" ")
+    field = {"json_schema": "response_format"}.get(field, field)
+    return Refused(field, why) if field in asked.fields else Refused(None, message)
 
 
 def why(error: Exception) -> str:

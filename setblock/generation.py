@@ -92,7 +92,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     typed = {k: v for k, v in options.items() if v is not None}
     if isinstance(schema := typed.get("json_schema"), Mapping):
         try:
-            typed["json_schema"] = json.dumps(schema, ensure_ascii=False)
+            told = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+            typed["json_schema"] = told
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json_schema must be JSON: {error}") from None
     given = {**model.defaults, **typed}

@@ -5,9 +5,14 @@ knowing all before it. Where it leaves no choice, verified decoding needs no dra
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
+from jaxtyping import UInt8
+from numpy import ndarray
 
 from setblock.model import Model
 from setblock.settings import Settings
@@ -15,44 +20,59 @@ from setblock.settings import Settings
 # White space in JSON, where a schema's "x-guidance" says no other: of any length, small models
 # would write nothing else.
 SPACE = r" |\n[ \t]{0,40}"
+# Ten times llguidance's own: an object of 500 properties that may be left out needs more than that.
+LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "step_max_items": 500_000}
+LONGEST = 300  # characters of what it says of an error
 INSTALL = "pip install '.[structured]' in the checkout, or make setup"
 
-# What llguidance makes of a tokenizer takes it up to a second: by size and end tokens.
-_vocabularies: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+# What llguidance makes of a tokenizer takes up to a second: the last one, its size and end tokens.
+_vocabularies: WeakKeyDictionary[Any, tuple[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Grammar:
     """Which tokens may come next in one answer."""
 
-    def __init__(self, name: str, matcher: Any, ends: Sequence[int]) -> None:
+    def __init__(self, name: str, matcher: Any, ends: Sequence[int], mask_token_id: int) -> None:
         """name: the option that asks for it. matcher: llguidance's. ends: end tokens, the one to
-        expect first.
+        expect first. mask_token_id: of the token that is never said.
         """
-        self.name, self.matcher, self.ends = name, matcher, ends
-        self._bits(matcher)
+        self.name, self.matcher = name, matcher
+        self.ends, self.mask_token_id = ends, mask_token_id
 
     def copy(self) -> "Grammar":
         """For another answer that begins with what this one has."""
-        return Grammar(self.name, self.matcher.deep_copy(), self.ends)
+        return Grammar(self.name, self.matcher.deep_copy(), self.ends, self.mask_token_id)
 
     def say(self, tokens: Sequence[int]) -> None:
-        """The answer goes on with these, which are allowed; after an end token all are."""
-        for token in tokens:
-            if not self.matcher.consume_token(token):
-                raise ValueError(f"{self.name} can't be followed: {_why(self.matcher)}")
-            if token in self.ends:
-                return
+        """The answer goes on with these; what is behind an end token is no part of it.
 
-    def allowed(self, draft: Sequence[int]) -> list[bytes]:
-        """A bit for each token of the vocabulary, whether it may come next; the same behind each
-        token of the draft, up to the first that may not stand there or ends the answer.
+        Raises: ValueError for one that may not stand there, as where nothing may.
         """
-        bits, matcher = [self._bits(self.matcher)], self.matcher.deep_copy()
+        matcher = self.matcher
+        for token in tokens:
+            if token in self.ends and matcher.is_accepting():
+                return
+            if token in self.ends or not matcher.try_consume_tokens([token]):
+                raise ValueError(f"{self.name} can't be followed: {_why(matcher)}")
+
+    def allowed(self, draft: Sequence[int] = ()) -> list[UInt8[ndarray, " bytes"]]:
+        """A bit for each token of the vocabulary, whether it may come next; the same behind each
+        token of the draft, up to the first that may not stand there, ends the answer or leaves
+        nothing that may follow.
+
+        Raises: ValueError where nothing may come next.
+        """
+        found = [self._bits(self.matcher)]
+        if not found[0].any():
+            raise ValueError(f"{self.name} can't be followed: {_why(self.matcher)}")
+        matcher = self.matcher.deep_copy() if draft else self.matcher
         for token in draft:
             if token in self.ends or not matcher.try_consume_tokens([token]):
                 break
-            bits.append(self._bits(matcher))
-        return bits
+            found.append(self._bits(matcher))
+            if not found[-1].any():
+                return found[:-1]
+        return found
 
     def fitted(self, draft: Sequence[int], most: int) -> tuple[list[int], list[bool]]:
         """(the draft as far as it is allowed, at most so many tokens; which of them have no
@@ -66,6 +86,8 @@ class Grammar:
                 return [*tokens, self.ends[0]], [*forced, True]
             only = list(matcher.compute_ff_tokens())
             new = (only or list(draft[len(tokens) : len(tokens) + 1]))[: most - len(tokens)]
+            if self.mask_token_id in new:
+                new = new[: new.index(self.mask_token_id)]
             count = matcher.try_consume_tokens(new) if new else 0
             tokens += new[:count]
             forced += [bool(only)] * count
@@ -75,12 +97,17 @@ class Grammar:
 
     def _ended(self, matcher: Any) -> bool:
         """Whether nothing but an end token can come next."""
-        return int.from_bytes(self._bits(matcher)).bit_count() == len(self.ends)
+        return int(np.bitwise_count(self._bits(matcher)).sum()) == len(self.ends)
 
-    def _bits(self, matcher: Any) -> bytes:
-        bits: bytes = matcher.compute_bitmask()
+    def _bits(self, matcher: Any) -> UInt8[ndarray, " bytes"]:
+        """A bit for each token that may come next; none after an error."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8).copy()
         if matcher.is_error():
-            raise ValueError(f"{self.name} can't be followed: {_why(matcher)}")
+            return bits * np.uint8(0)
+        # An end token that has a text of its own is never a part of one.
+        never = [self.mask_token_id, *(() if matcher.is_accepting() else self.ends)]
+        for token in never:
+            bits[token // 8] &= 255 - (1 << token % 8)
         return bits
 
 
@@ -101,11 +128,11 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     ends = sorted(model.eos_token_ids, key=lambda id: (id != tokenizer.eos_token_id, id))
     if not ends:
         raise ValueError(f"{name} needs an end-of-text token, and {model.name} has none")
-    known = _vocabularies.setdefault(tokenizer, {})
     size = model.vocab_size
-    if (size, *ends) not in known:
+    if _vocabularies.get(tokenizer, ((), None))[0] != (size, *ends):
         try:
-            known[size, *ends] = from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            made = from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            _vocabularies[tokenizer] = (size, *ends), made
         except Exception as error:
             raise ValueError(
                 f"{name} can't be used with the tokenizer of {model.name}: {error}"
@@ -113,24 +140,31 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     try:
         if settings.json_schema is not None:
             schema = json.loads(settings.json_schema)
-            if not any(name.startswith("whitespace") for name in schema.get("x-guidance", ())):
-                schema["x-guidance"] = {**schema.get("x-guidance", {}), "whitespace_pattern": SPACE}
+            if not isinstance(guidance := schema.get("x-guidance", {}), dict):
+                raise ValueError(f"x-guidance must be an object, got {guidance!r}")
+            if not any(key.startswith("whitespace") for key in guidance):
+                schema["x-guidance"] = {**guidance, "whitespace_pattern": SPACE}
             written = LLMatcher.grammar_from_json_schema(schema)
         else:
             written = LLMatcher.grammar_from_regex(str(settings.regex))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} can't be used: {error}") from None
-    limits = LLParserLimits(verbose_errors=False)
-    matcher = LLMatcher(known[size, *ends], written, log_level=0, limits=limits)
+    limits = LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = LLMatcher(_vocabularies[tokenizer][1], written, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(f"{name} can't be used: {_why(matcher)}")
-    return Grammar(name, matcher, ends)
+    grammar = Grammar(name, matcher, ends, model.mask_token_id)
+    grammar.allowed()  # what nothing matches is refused here
+    return grammar
 
 
 def _why(matcher: Any) -> str:
     """llguidance's error in one line."""
-    lines = str(matcher.get_error() or matcher.stop_reason()).splitlines()
-    if lines[0] == "NoExtensionBias":
+    told = str(matcher.get_error())
+    if not told or told.startswith("NoExtensionBias"):
         return "no token can come next"
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (told or lines)[0].strip()
+    marked = [line for line in told.splitlines() if line.startswith("error: ")]  # of an expression
+    told = " ".join((marked[0].removeprefix("error: ") if marked else told).split())
+    # Not where in a grammar that nobody wrote, nor where in the library.
+    told = re.sub(r"^at \d+\(\d+\): | <(backtrace|non-verbose).*", "", told)
+    return told if len(told) <= LONGEST else f"{told[:LONGEST]}..."

@@ -22,6 +22,7 @@ except ImportError as error:
     raise ImportError(message) from error
 
 from setblock.generation import OWN, Options, ending_at, generate, settings_for
+from setblock.grammar import compiled
 from setblock.loading import load
 
 # What a task may ask of generation; lm-eval says do_sample=False for greedy decoding.
@@ -41,8 +42,8 @@ class SetBlockLM(BASE):
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches, seeds,
-    lookup, lenience, regex: decoding, as for `setblock.generate`; what is absent comes from the
-    checkpoint.
+    lookup, lenience, json_schema, regex: decoding, as for `setblock.generate`; what is absent comes
+    from the checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """
 
@@ -69,6 +70,7 @@ class SetBlockLM(BASE):
         self.loaded = load(pretrained, dtype=dtype, device=device, mask_token_id=mask_token_id)
         # Bad values are refused before the first task.
         self.used = settings_for(self.loaded, **self.decoding)
+        compiled(self.loaded, self.used)
         self.prompts, self.generated, self.forwards = 0, 0, 0
         if self.loaded.context_note:  # lm-eval knows what the configuration says
             options.setdefault("max_length", self.loaded.context_length)
@@ -141,6 +143,8 @@ class SetBlockLM(BASE):
                 "seeds": settings.seeds if verified else None,
                 "lookup": settings.lookup if verified else None,
                 "lenience": settings.lenience if verified else None,
+                "json_schema": settings.json_schema,
+                "regex": settings.regex,
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -153,17 +154,18 @@ class Settings:
                 "before it, got mode sbd"
             )
         if self.ignore_eos:
-            raise ValueError(f"{name} says where an answer ends, got ignore_eos")
+            raise ValueError(f"{name} can't be used with ignore_eos: it says where the answer ends")
         if name == "regex":
             if not isinstance(value, str):
                 raise ValueError(f"regex must be a text, got {value!r}")
             return
         try:
-            schema = json.loads(value) if isinstance(value, str) else None
+            schema = json.loads(value, parse_constant=_no) if isinstance(value, str) else None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"json_schema must be JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise ValueError(f"json_schema must be an object or its JSON text, got {value!r}")
+            got = reprlib.repr(value)
+            raise ValueError(f"json_schema must be an object or its JSON text, got {got}")
 
     @property
     def described(self) -> dict[str, Any]:
@@ -199,3 +201,8 @@ class Settings:
     def room(self, left: Any) -> Any:
         """How many tokens an answer has room for where so many positions are left, or arrays."""
         return left // self.stride * self.stride
+
+
+def _no(constant: str) -> None:
+    """Raises: ValueError for NaN and its like, which Python reads."""
+    raise ValueError(f"{constant} is no JSON")

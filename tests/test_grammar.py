@@ -1,8 +1,12 @@
 """Answers that follow a JSON Schema or a regular expression, in modes ntp and verified."""
 
 import copy
+import io
 import json
+import math
+import shutil
 import sys
+from types import MappingProxyType
 from typing import Any
 
 import jaxtyping
@@ -17,8 +21,8 @@ from test_decode import SLOW
 from test_verified import assert_lossless, options, pair
 
 import setblock
+from setblock import grammar as module
 from setblock.generation import generate, settings_for
-from setblock.grammar import compiled
 from setblock.settings import FORMATS
 
 PATTERNS = [
@@ -134,7 +138,7 @@ def test_drafts_are_fitted(networks) -> None:
     model = networks["llama"]
     ids = model.tokenizer("ab12xyz9", add_special_tokens=False)["input_ids"]
     [end] = model.eos_token_ids
-    grammar = compiled(model, settings_for(model, regex="ab[0-9]{2}(xyz)?", mode="ntp"))
+    grammar = module.compiled(model, settings_for(model, regex="ab[0-9]{2}(xyz)?", mode="ntp"))
     assert grammar is not None
     assert grammar.fitted(ids, 3) == (ids[:3], [True, True, False])
     # Behind two figures the answer may end, or go on with x and what has to follow that.
@@ -153,6 +157,62 @@ def test_drafts_are_fitted(networks) -> None:
     assert other.fitted([], 1) == ([ids[0]], [True])
     with pytest.raises(ValueError, match="regex can't be followed"):
         other.say([ids[5]])
+
+
+def told(grammar, draft) -> int:
+    """How many places of a draft are looked at."""
+    return len(grammar.allowed(draft)) - 1
+
+
+def test_dead_ends_in_a_draft_are_no_errors(checkpoint, tmp_path) -> None:
+    """A vocabulary without the second byte of an e with an accent, whose first may be drafted."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "lacking")
+    file = folder / "tokenizer.json"
+    tokens = json.loads(file.read_text(encoding="utf-8"))
+    first, second = (tokens["model"]["vocab"][letter] for letter in "Ã©")
+    del tokens["model"]["vocab"]["©"]
+    file.write_text(json.dumps(tokens), encoding="utf-8")
+    model = setblock.load(folder, device="cpu")
+    letters = model.tokenizer("abcdef", add_special_tokens=False)["input_ids"]
+    prompt = [token for letter in letters for token in (letter, first)] * 3
+    assert second not in model.tokenizer.get_vocab().values()
+    form: dict[str, Any] = {"regex": "[a-f]é|[a-f]x"}
+    grammar = module.compiled(model, settings_for(model, mode="ntp", **form))
+    assert grammar is not None
+    assert [told(grammar, draft) for draft in ([], letters[:1], [letters[0], first])] == [0, 1, 1]
+
+    def outcome(**how: Any) -> Any:
+        try:
+            return generate(model, [prompt], temperature=1.5, **form, **how)[0].token_ids
+        except ValueError as error:
+            return str(error)
+
+    exact = [outcome(mode="ntp", seed=seed) for seed in range(30)]
+    how: Any = {"mode": "verified", "block_size": 1, "lookup": 4}
+    assert exact == [outcome(seed=seed, **how) for seed in range(30)]
+    assert "regex can't be followed: no token can come next" in exact
+    assert any(type(one) is tuple for one in exact)
+
+
+@pytest.mark.parametrize("lenience", [1, 0.5])
+def test_the_mask_token_is_never_said(checkpoint, lenience) -> None:
+    model = setblock.load(checkpoint("llama"), device="cpu")
+    [mask] = model.tokenizer("b", add_special_tokens=False)["input_ids"]
+    model = setblock.load(checkpoint("llama"), device="cpu", mask_token_id=mask)
+    how: Any = {"mode": "verified", "block_size": 4, "lookup": 4, "lenience": lenience}
+    with pytest.raises(ValueError, match="regex can't be followed: no token can come next"):
+        generate(model, "a", regex="abc", **how)
+    for seed in range(5):
+        [one] = generate(model, "a", regex="a[bc]c", temperature=1.5, seed=seed, **how)
+        assert one.text == "acc"
+
+
+def test_end_tokens_end_nothing_else(networks) -> None:
+    model = copy.copy(networks["llama"])
+    model.eos_token_ids |= {*model.tokenizer("x", add_special_tokens=False)["input_ids"]}
+    for mode in ("ntp", "verified"):
+        [one] = generate(model, "a", regex="(ab|xa){2}c", mode=mode)
+        assert one.text.removesuffix("x") == "ababc"
 
 
 def test_rows_leave_the_batch_with_their_grammar(networks) -> None:
@@ -188,6 +248,14 @@ def test_the_mode_of_a_format(nano, networks) -> None:
     assert not settings_for(nano).described.keys() & set(FORMATS)
 
 
+def test_schemas_that_are_large_or_no_dict(networks) -> None:
+    large = {"properties": {f"key{number}": {"type": "string"} for number in range(600)}}
+    for schema in ({"type": "object", **large}, MappingProxyType({"type": "integer"})):
+        how: Any = {"max_new_tokens": 20, "json_schema": schema}
+        exact, drafted = pair(networks["llama"], [[65, 66]], None, **how)
+        assert [one.token_ids for one in exact] == [one.token_ids for one in drafted]
+
+
 def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
     model = networks["llama"]
     schema = {"type": "array", "items": {"type": "integer"}}
@@ -199,7 +267,7 @@ def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
         ({"whitespace_flexible": False}, "[1, 2]", False),
     ):
         form: Any = {**schema, "x-guidance": guidance} if guidance else schema
-        grammar = compiled(model, settings_for(model, json_schema=form, mode="ntp"))
+        grammar = module.compiled(model, settings_for(model, json_schema=form, mode="ntp"))
         assert grammar is not None
         ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert (grammar.fitted(ids, len(ids))[0] == ids) == fits
@@ -211,19 +279,26 @@ def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex exclude each other"),
         ({"json_schema": {}, "mode": "sbd"}, "json_schema is for modes ntp and verified"),
         ({"regex": "a", "mode": "sbd"}, "regex is for modes ntp and verified, .*, got mode sbd"),
-        ({"regex": "a", "ignore_eos": True}, "regex says where an answer ends, got ignore_eos"),
+        ({"regex": "a", "ignore_eos": True}, "regex can't be used with ignore_eos"),
         ({"regex": 3}, "regex must be a text, got 3"),
         ({"json_schema": 3}, "json_schema must be an object or its JSON text, got 3"),
         ({"json_schema": "[]"}, r"json_schema must be an object or its JSON text, got '\[\]'"),
         ({"json_schema": "{"}, "json_schema must be JSON: "),
         ({"json_schema": {"a": {1}}}, "json_schema must be JSON: .*set"),
+        ({"json_schema": {"const": math.nan}}, "json_schema must be JSON: Out of range"),
+        ({"json_schema": '{"const": NaN}'}, "json_schema must be JSON: NaN is no JSON"),
+        (
+            {"json_schema": {"x-guidance": [1]}},
+            r"can't be used: x-guidance must be an object",
+        ),
+        ({"json_schema": {"type": "foo\nbar"}}, "can't be used: Invalid type: foo bar$"),
         ({"json_schema": {"type": "foo"}}, "json_schema can't be used: Invalid type: foo"),
         ({"json_schema": {"not": {}}}, r'json_schema can\'t be used: Unimplemented keys: \["not"'),
         ({"json_schema": '{"a": ' + "[" * 300 + "]" * 300 + "}"}, "can't be used: recursion"),
         ({"json_schema": '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"}, "json_schema must be JSON"),
         ({"regex": "a(b"}, "regex can't be used: unclosed group$"),
         ({"regex": "(?=a)b"}, "regex can't be used: look-around, .* not supported"),
-        ({"regex": r"[^\s\S]"}, "regex can't be followed: no token can come next"),
+        ({"regex": r"[^\s\S]"}, "regex can't be followed: no token can come next$"),
         ({"regex": "a", "solver": "fixed:2"}, "solver is for mode 'sbd'"),
     ],
 )
@@ -242,7 +317,7 @@ def test_what_a_grammar_needs(networks, monkeypatch) -> None:
     other = copy.copy(networks["llama"])
     other.tokenizer = Slow()
     with pytest.raises(ValueError, match=r"regex can't be used with the tokenizer of .*: Only f"):
-        compiled(other, settings_for(other, regex="a", mode="ntp"))
+        module.compiled(other, settings_for(other, regex="a", mode="ntp"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"json_schema needs llguidance: pip install '\.\[struct"):
         generate(networks["llama"], "a", json_schema={})
@@ -258,6 +333,8 @@ def test_the_command(run, tmp_path) -> None:
     found = run(*words, "--json-schema", file).json
     assert list(json.loads(found["text"])) == ["name", "age", "tags"]
     assert (found["mode"], found["json_schema"], found["regex"]) == ("verified", PERSON, None)
+    again = run(*words, "--json-schema", "-", stdin=io.StringIO(json.dumps(PERSON))).json
+    assert again["token_ids"] == found["token_ids"]
     found = run(*words, "--regex", "[0-9]{3}", "--mode", "ntp").json
     assert regex.fullmatch("[0-9]{3}", found["text"])
     assert (found["mode"], found["json_schema"], found["regex"]) == ("ntp", None, "[0-9]{3}")
@@ -271,6 +348,7 @@ def test_the_command(run, tmp_path) -> None:
         (b"{", "is not JSON"),
         (b"\xff", "is not JSON"),
         (b"[1]", "must hold a JSON Schema"),
+        (b'{"items":' * 5000, "is not JSON"),
         (None, ""),
     ],
 )
@@ -301,10 +379,25 @@ def test_the_server_follows_a_schema(client, mode) -> None:
     text = whole.choices[0].message.content
     assert list(json.loads(text)) == ["name", "age", "tags"]
     assert whole.choices[0].finish_reason == "stop"
-    assert whole.setblock["mode"] == mode or "verified"
+    assert whole.setblock["mode"] == (mode or "verified")
     form["json_schema"] |= {"strict": True, "description": None}
     pieces = asked(client, response_format=form, stream=True, **more)
     assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices) == text
+
+
+def test_the_server_says_which_form_is_too_much(client, monkeypatch) -> None:
+    """Some are known to be only on the way."""
+    import openai
+
+    monkeypatch.setattr(module, "LIMITS", {"max_items_in_row": 50})
+    form = {"type": "object", "properties": {f"key{n}": {} for n in range(99)}}
+    asks: Any = {"type": "json_schema", "json_schema": {"name": "large", "schema": form}}
+    with pytest.raises(openai.BadRequestError, match="can't be followed") as caught:
+        asked(client, response_format=asks)
+    assert caught.value.param == "response_format"
+    with pytest.raises(openai.APIError, match="response_format can't be followed"):
+        list(asked(client, response_format=asks, stream=True))
+    assert asked(client, regex="[0-9]").choices[0].message.content.isdecimal()
 
 
 def test_the_server_s_other_formats(client) -> None:

@@ -88,6 +88,7 @@ def test_verified_answers_are_the_next_token_ones(folder, tasks, batch_size):
     [
         {"mode": "sbd", "solver": "fixed:2", "block_size": 6},
         {"mode": "verified", "block_size": 6, "branches": 1, "lookup": 3, "lenience": 0.01},
+        {"mode": "verified", "block_size": 6, "branches": 1, "regex": "[a-f ]+"},
     ],
 )
 def test_block_answers_are_ours(folder, tasks, options: Any):
@@ -184,6 +185,7 @@ def test_a_special_token_among_the_stop_texts_ends_the_answer(folder):
         ({"solver": "best"}, "solver must be one of"),
         ({"sovler": "fixed:2"}, "model argument sovler is not one of pretrained, dtype"),
         ({"peft": "x"}, "model argument peft is not one of"),
+        ({"regex": "("}, "regex can't be used: unclosed group"),
     ],
 )
 def test_bad_values_are_refused_before_the_first_task(folder, options, message):

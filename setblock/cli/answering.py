@@ -106,13 +106,15 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON file of a JSON Schema that the whole answer has to match. Decodes in mode "
-            "verified, or ntp where that is the model's or --mode.",
+            help="JSON file of a JSON Schema that the whole answer has to match; - is stdin. "
+            "Decodes in mode verified; in ntp if --mode or the model says so.",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(help="Regular expression that the whole answer has to match, likewise."),
+        typer.Option(
+            help="Regular expression that the whole answer has to match. Decodes in the same modes."
+        ),
     ] = None,
     slide: SlideOption = None,
     next_token_seed: SeedFirstOption = False,
@@ -330,8 +332,9 @@ def _read_prompt(
 
 def _read_schema(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one
+        told = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        found = json.loads(told)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is the former
         raise ValueError(f"--json-schema {file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--json-schema {file} must hold a JSON Schema, an object")
