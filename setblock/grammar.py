@@ -6,7 +6,9 @@ knowing all before it. Where it leaves no choice, verified decoding needs no dra
 
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +25,9 @@ SPACE = r" |\n[ \t]{0,40}"
 # Ten times llguidance's own: an object of 500 properties that may be left out needs more than that.
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "step_max_items": 500_000}
 LONGEST = 300  # characters of what it says of an error
+# It goes from one part of a schema to the next by recursion, and where the stack ends so does the
+# process: the longest schema that is taken, in characters, and bytes of stack that it can't fill.
+LONGEST_SCHEMA, STACK = 250_000, 2**28
 INSTALL = "pip install '.[structured]' in the checkout, or make setup"
 
 # What llguidance makes of a tokenizer takes up to a second: the last one, its size and end tokens.
@@ -137,6 +142,9 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
             raise ValueError(
                 f"{name} can't be used with the tokenizer of {model.name}: {error}"
             ) from error
+    if len(settings.json_schema or "") > LONGEST_SCHEMA:
+        got = len(settings.json_schema or "")
+        raise ValueError(f"{name} must have at most {LONGEST_SCHEMA:,} characters, got {got:,}")
     try:
         if settings.json_schema is not None:
             schema = json.loads(settings.json_schema)
@@ -150,12 +158,31 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} can't be used: {error}") from None
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
-    matcher = LLMatcher(_vocabularies[tokenizer][1], written, log_level=0, limits=limits)
+    known = _vocabularies[tokenizer][1]
+    matcher = _with_room(lambda: LLMatcher(known, written, log_level=0, limits=limits))
     if matcher.is_error():
         raise ValueError(f"{name} can't be used: {_why(matcher)}")
     grammar = Grammar(name, matcher, ends, model.mask_token_id)
     grammar.allowed()  # what nothing matches is refused here
     return grammar
+
+
+def _with_room(make: Callable[[], Any]) -> Any:
+    """What this makes, on a thread with more room for recursion."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    before = threading.stack_size(STACK)
+    try:
+        threading.Thread(target=run).start()
+    finally:
+        threading.stack_size(before)
+    return made.result()
 
 
 def _why(matcher: Any) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -254,6 +255,22 @@ def test_schemas_that_are_large_or_no_dict(networks) -> None:
         how: Any = {"max_new_tokens": 20, "json_schema": schema}
         exact, drafted = pair(networks["llama"], [[65, 66]], None, **how)
         assert [one.token_ids for one in exact] == [one.token_ids for one in drafted]
+
+
+def test_a_schema_of_many_references_ends_no_process(networks) -> None:
+    """Of which each leads to the next, further than a thread's usual stack goes."""
+    names = [f"d{number}" for number in range(4000)]
+    defined: dict[str, Any] = {
+        one: {"properties": {"a": {"$ref": f"#/$defs/{other}"}}} for one, other in pairwise(names)
+    }
+    schema = {"$defs": {**defined, names[-1]: {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    model = networks["llama"]
+    assert module.compiled(model, settings_for(model, json_schema=schema, mode="ntp"))
+    schema["$defs"][names[-1]] = {"const": "a" * 10**5}
+    with pytest.raises(
+        ValueError, match=r"json_schema must have at most 250,000 characters, got 3"
+    ):
+        generate(model, "a", json_schema=schema)
 
 
 def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
