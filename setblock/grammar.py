@@ -9,12 +9,14 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import UInt8
 from numpy import ndarray
+from packaging.version import Version
 
 from setblock.model import Model
 from setblock.settings import Settings
@@ -129,6 +131,9 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
         from llguidance.hf import from_tokenizer
     except ImportError as error:
         raise ImportError(f"{name} needs llguidance: {INSTALL}") from error
+    # Before 1.8 white space in JSON has no bound, whatever its pattern says.
+    if Version(found := version("llguidance")) < Version("1.8"):
+        raise ImportError(f"{name} needs llguidance 1.8 or newer, got {found}: {INSTALL}")
     tokenizer: Any = model.tokenizer
     ends = sorted(model.eos_token_ids, key=lambda id: (id != tokenizer.eos_token_id, id))
     if not ends:

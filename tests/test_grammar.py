@@ -335,6 +335,9 @@ def test_what_a_grammar_needs(networks, monkeypatch) -> None:
     other.tokenizer = Slow()
     with pytest.raises(ValueError, match=r"regex can't be used with the tokenizer of .*: Only f"):
         module.compiled(other, settings_for(other, regex="a", mode="ntp"))
+    monkeypatch.setattr(module, "version", lambda name: "1.7.6")
+    with pytest.raises(ImportError, match=r"regex needs llguidance 1\.8 or newer, got 1\.7\.6"):
+        generate(networks["llama"], "a", regex="a")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"json_schema needs llguidance: pip install '\.\[struct"):
         generate(networks["llama"], "a", json_schema={})
