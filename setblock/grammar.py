@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -174,20 +174,12 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
 
 def _with_room(make: Callable[[], Any]) -> Any:
     """What this makes, on a thread with more room for recursion."""
-    made: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:
-            made.set_exception(error)
-
     before = threading.stack_size(STACK)
     try:
-        threading.Thread(target=run).start()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
     finally:
         threading.stack_size(before)
-    return made.result()
 
 
 def _why(matcher: Any) -> str:

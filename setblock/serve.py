@@ -177,7 +177,6 @@ class Answers:
         body.clear()  # the handler's own
         body.update(given)
         check(body, self.fields)
-        json_schema_of(body.get("response_format", TEXT))
         self.check(body)
         for name in ("max_tokens", "max_completion_tokens"):
             if body.get(name, 1) < 1:

@@ -378,7 +378,7 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
 # Which test files type the options of a command.
 FILES = {
     "generate": "test_cli_prompts.py test_cli_generate.py test_cli_stream.py test_cli_info.py "
-    "test_grammar.py",
+    "test_grammar_asked.py",
     "info": "test_cli_info.py",
     "demo": "test_cli_demo.py",
     "evaluate": "test_cli_evaluate.py test_cli_profile.py",
