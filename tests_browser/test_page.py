@@ -17,6 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 HOSTILE = "</script> <!-- <script> <!--DATA--> <!--PLOTS--> <b>bold</b>"
 SETBLOCK = [sys.executable, "-m", "setblock"]
+expect.set_options(timeout=60_000)  # a busy machine is no fault of the page
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +75,11 @@ def test_play_runs_to_the_end(page: Page, demo: Path) -> None:
     answers = answers_of(demo, "What is 384 + 967?")
     for mode, answer in answers.items():
         assert counter(page, mode) == text(0, 0, answer["num_tokens"])
-    page.select_option("#speed", "30")
+    page.select_option("#speed", "400")
     page.click("#play")
     expect(page.locator("#play")).to_have_text("pause")
-    expect(page.locator("#play")).to_have_text("play", timeout=60_000)
+    page.select_option("#speed", "30")
+    expect(page.locator("#play")).to_have_text("play")
     for mode, answer in answers.items():
         count = answer["num_tokens"]
         assert counter(page, mode) == text(answer["nfe"], count, count)
@@ -112,7 +114,7 @@ def test_text_is_text(page: Page, demo: Path) -> None:
 def test_pause_and_another_prompt(page: Page, demo: Path) -> None:
     page.select_option("#speed", "400")
     page.click("#play")
-    expect(page.locator("[data-mode=ntp] .counter")).to_contain_text("2 forwards")
+    expect(page.locator("[data-mode=ntp] .counter")).to_have_text(re.compile("^[1-9]"))
     page.click("#play")
     held = counter(page, "ntp")
     page.wait_for_timeout(900)
