@@ -24,6 +24,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from setblock.conversations import arguments_of
 from setblock.fields import Refused
+from setblock.forced import PROBE, grammar_of_calls
 from setblock.model import Model
 
 logger = logging.getLogger(__name__)
@@ -54,15 +55,26 @@ class Hearing:
     """What transformers' handlers take for the tokenizer of a request that has tools.
 
     model: decodes those special tokens too that are marks of the response template.
-    listener: of the answer, once the conversation is known.
+    listener: of the answer, once the conversation is known. form: what it has to look like, as
+    options of `setblock.generate`, where it has to call a tool.
     """
 
-    def __init__(self, model: Model, template: Callable[..., Any], tools: list[Any]) -> None:
-        """template: makes the ids of a conversation.
+    def __init__(
+        self,
+        model: Model,
+        template: Callable[..., Any],
+        tools: list[Any],
+        forced: Sequence[Any],
+        rendered: Callable[..., str],
+    ) -> None:
+        """template: makes the ids of a conversation. forced: the tools of which the answer has to
+        call one, if any; rendered: then, the text of a conversation, and whether more is to come.
 
         Raises: Refused where nothing tells how the model writes calls.
         """
         self.template, self.tools = template, tools
+        self.forced, self.rendered = forced, rendered
+        self.form: dict[str, str] = {}
         self.parts: list[Any] = []  # of an answer that is no stream
         network: Any = model.network
         # The text part of a network that sees as well writes calls as that does.
@@ -106,10 +118,26 @@ class Hearing:
                 "response_template says (start_anchor)",
             )
         try:
-            self.listener = Listener(ResponseParser(self.spec, prompt, tools=self.tools))
+            self.listener = self._listening(prompt)
         except UNREADABLE:
             raise Refused("messages", "end with a call of a tool that can't be read") from None
+        if self.forced:
+
+            def answered(message: dict[str, Any]) -> str:
+                return self.rendered([*conversation, message], False, **given)
+
+            def reads(answer: str, name: str) -> bool:
+                ids = self.model.tokenizer.encode(answer, add_special_tokens=False)
+                parts = self._listening(prompt).hear(self.model.decode(ids), ended=True)
+                return parts == [ToolCall(name, json.dumps(PROBE))]
+
+            asked = self.rendered(conversation, True, **given)
+            grammar = grammar_of_calls(self.model, self.forced, asked, answered, reads)
+            self.form = {"grammar": grammar}
         return encoded
+
+    def _listening(self, prompt: str) -> "Listener":
+        return Listener(ResponseParser(self.spec, prompt, tools=self.tools))
 
     def decode(self, ids: Any) -> str:
         """Nothing: to the parsers that the handlers make, and that are not used."""

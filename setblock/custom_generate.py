@@ -58,7 +58,7 @@ def generate(
     given: settings of transformers' generation that this package has too (max_new_tokens,
     do_sample, temperature, top_p, top_k, eos_token_id, pad_token_id, stop_strings with tokenizer),
     and our own: mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches,
-    seeds, lookup, lenience, json_schema, regex.
+    seeds, lookup, lenience, json_schema, regex, grammar.
     stopping_criteria: those that are nothing but stop texts, a length or end tokens, see _stopping.
     Without a seed, sampling takes one from torch's generator, so that torch.manual_seed holds.
     Raises: ValueError naming what is not supported or out of range.

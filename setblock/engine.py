@@ -16,6 +16,8 @@ from setblock.model import Model
 
 logger = logging.getLogger(__name__)
 
+FORMS = ("response_format", "regex", "grammar", "tool_choice")  # fields that bound an answer
+
 
 class Failed(str):
     """In the place of a piece of text: the error that ended an answer on its way."""
@@ -49,7 +51,7 @@ class Engine(GenerateManager):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
         listener = processor.listener if isinstance(processor, Hearing) else None
-        reveals = self._unless_ending(self._begin(processor.model, inputs, gen_config), gen_config)
+        reveals = self._unless_ending(self._begin(processor, inputs, gen_config), gen_config)
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
@@ -84,7 +86,7 @@ class Engine(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """(text, tokens of the prompt, ids of the answer)."""
-        reveals = self._unless_ending(self._begin(processor.model, inputs, gen_config), gen_config)
+        reveals = self._unless_ending(self._begin(processor, inputs, gen_config), gen_config)
 
         def run() -> Generation:
             found = (one.generation for one in reveals)
@@ -97,13 +99,15 @@ class Engine(GenerateManager):
         self._finish(request_id, gen_config, generation)
         return generation.text, generation.prompt_tokens, list(generation.token_ids)
 
-    def _begin(self, model: Model, inputs: Any, asked: Asked) -> Iterator[Reveal]:
+    def _begin(self, processor: Any, inputs: Any, asked: Asked) -> Iterator[Reveal]:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
+        model: Model = processor.model
+        given: Any = {**asked.options, **processor.form}
         ids = inputs["input_ids"][0].tolist()
         context, limit = model.context_length, asked.limit
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
-                settings = settings_for(model, **asked.options)
+                settings = settings_for(model, **given)
                 limit = settings.room(context - len(ids))
                 if limit < 1:
                     size = settings.stride
@@ -113,8 +117,8 @@ class Engine(GenerateManager):
                         f"must leave room for {block} in the model's context of {context} tokens, "
                         f"got {len(ids)} tokens",
                     )
-            options: Any = {**asked.options, "max_new_tokens": limit}
-            return iter(stream(model, [ids], **options))
+            given["max_new_tokens"] = limit
+            return iter(stream(model, [ids], **given))
         except (ValueError, TypeError) as error:
             raise _refusal(error, asked) from None
 
@@ -129,7 +133,7 @@ class Engine(GenerateManager):
             try:
                 reveal = next(reveals)
             except ValueError as error:
-                if (refused := _refusal(error, asked)).field in ("response_format", "regex"):
+                if (refused := _refusal(error, asked)).field in FORMS:
                     raise refused from None
                 raise
             yield reveal
@@ -173,7 +177,8 @@ def _refusal(error: Exception, asked: Asked) -> Refused:
     if message.startswith("prompt 0 "):  # the only one
         message = message.replace("prompt 0", asked.prompt, 1)
     field, _, why = message.partition(" ")
-    field = {"json_schema": "response_format"}.get(field, field)
+    if field == "json_schema" or (field == "grammar" and "tools" in asked.fields):
+        field = "response_format" if field == "json_schema" else "tool_choice"
     return Refused(field, why) if field in asked.fields else Refused(None, message)
 
 

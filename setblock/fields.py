@@ -12,7 +12,7 @@ from setblock.conversations import MORE_OF_ROLE, arguments_of
 OPTIONS = {
     **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
     **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds", "lookup"), "an integer"),
-    **dict.fromkeys(("mode", "solver", "draft", "regex"), "a text"),
+    **dict.fromkeys(("mode", "solver", "draft", "regex", "grammar"), "a text"),
     **dict.fromkeys(("slide", "next_token_seed", "ignore_eos"), "true or false"),
     "stop": "a text or a list of texts",
 }
@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "true or false": (bool,),
     "a text or a list of texts": (str, list),
     "an object": (dict,),
+    "a text or an object": (str, dict),
     "a list of messages": (list,),
     "a list of tools": (list,),
 }
@@ -202,19 +203,46 @@ def _checked_call(place: str, call: Any) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
+def checked_tools(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
     """The tools as a chat template takes them, without what is null or asks for nothing.
 
+    strict: whether arguments will be of the parameters' schema, which a tool may ask for then.
     Raises: Refused for what are no functions, each with a name and its parameters' schema.
     """
-    return [_checked_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    return [_checked_tool(f"tools[{index}]", tool, strict) for index, tool in enumerate(tools)]
 
 
-def _checked_tool(place: str, tool: Any) -> dict[str, Any]:
+def forced_tools(choice: Any, tools: list[Any]) -> list[dict[str, Any]]:
+    """Those of the tools of which an answer has to call one; none where the model decides.
+
+    choice: a request's tool_choice. Raises: Refused.
+    """
+    if choice in ("none", "auto"):
+        return []
+    if not tools:
+        raise Refused("tool_choice", f"must be auto or none without tools, got {shown(choice)}")
+    if choice == "required":
+        return tools
+    if not isinstance(choice, dict):
+        allowed = "auto, none, required or an object that names a function"
+        raise Refused("tool_choice", f"must be {allowed}, got {shown(choice)}")
+    known, only = {"type", "function"}, {"type": "function"}
+    choice = _checked_object("tool_choice", choice, known, only)
+    function = _checked_object("tool_choice.function", choice.get("function"), {"name"}, {})
+    names = [tool["function"]["name"] for tool in tools]
+    if (name := function.get("name")) not in names:
+        allowed = f"must be the name of a tool ({', '.join(names)})"
+        raise Refused("tool_choice.function.name", f"{allowed}, got {shown(name)}")
+    return [tools[names.index(name)]]
+
+
+def _checked_tool(place: str, tool: Any, strict: bool) -> dict[str, Any]:
     tool = _checked_object(place, tool, {"type", "function"}, {"type": "function"})
     place, known = f"{place}.function", {"name", "description", "parameters", "strict"}
-    function = _checked_object(place, tool.get("function"), known, {"strict": False})
-    function.pop("strict", None)
+    only = {} if strict else {"strict": False}
+    function = _checked_object(place, tool.get("function"), known, only)
+    if type(told := function.pop("strict", False)) is not bool:
+        raise Refused(f"{place}.strict", f"must be true or false, got {shown(told)}")
     if not (isinstance(name := function.get("name"), str) and name):
         raise Refused(f"{place}.name", f"must be a text, got {shown(name)}")
     for name, kind in (("description", "a text"), ("parameters", "an object")):
@@ -267,7 +295,8 @@ def _check_value(name: str, value: Any, kind: str) -> None:
     """Type, size, and whether its texts are texts."""
     if type(value) not in KINDS[kind]:
         raise Refused(name, f"must be {kind}, got {shown(value)}")
-    if name in OPTIONS and isinstance(value, str) and len(value) > LONGEST_STOP:
+    short = name in OPTIONS and name != "grammar"  # which has a limit of its own
+    if short and isinstance(value, str) and len(value) > LONGEST_STOP:
         raise Refused(
             name, f"must be {kind} of at most {LONGEST_STOP} characters, got {len(value)}"
         )

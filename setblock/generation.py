@@ -39,8 +39,9 @@ class Options(TypedDict, total=False):
     ignore_eos: generate on past EOS.
     slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
     mode "verified"; see settings.Settings.
-    json_schema, regex: what the whole answer has to look like, at most one of them; a schema as its
-    text or the object. Decodes in mode "verified" where the mode would be "sbd" by itself.
+    json_schema, regex, grammar: what the whole answer has to look like, at most one of them; a
+    schema as its text or the object. Decodes in mode "verified" where the mode would be "sbd" by
+    itself.
     """
 
     mode: str | None
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     lenience: float
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
+    grammar: str | None
 
 
 # Options that other libraries' generation has as well, by whatever name; the others are ours alone.

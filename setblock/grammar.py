@@ -19,7 +19,7 @@ from numpy import ndarray
 from packaging.version import Version
 
 from setblock.model import Model
-from setblock.settings import Settings
+from setblock.settings import FORMATS, Settings
 
 # White space in JSON, where a schema's "x-guidance" says no other: of any length, small models
 # would write nothing else.
@@ -27,9 +27,9 @@ SPACE = r" |\n[ \t]{0,40}"
 # Ten times llguidance's own: an object of 500 properties that may be left out needs more than that.
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "step_max_items": 500_000}
 LONGEST = 300  # characters of what it says of an error
-# It goes from one part of a schema to the next by recursion, and where the stack ends so does the
-# process: the longest schema that is taken, in characters, and bytes of stack that it can't fill.
-LONGEST_SCHEMA, STACK = 250_000, 2**28
+# It goes from one part of a form to the next by recursion, and where the stack ends so does the
+# process: the longest form that is taken, in characters, and bytes of stack that it can't fill.
+LONGEST_FORM, STACK = 250_000, 2**28
 INSTALL = "pip install '.[structured]' in the checkout, or make setup"
 
 # What llguidance makes of a tokenizer takes up to a second: the last one, its size and end tokens.
@@ -123,9 +123,10 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
 
     Raises: ImportError without llguidance; ValueError naming the option for what it can't express.
     """
-    if settings.json_schema is None and settings.regex is None:
+    asked = ((name, getattr(settings, name)) for name in FORMATS)
+    name, form = next(((name, form) for name, form in asked if form is not None), ("", None))
+    if form is None:
         return None
-    name = "regex" if settings.json_schema is None else "json_schema"
     try:
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.hf import from_tokenizer
@@ -147,19 +148,15 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
             raise ValueError(
                 f"{name} can't be used with the tokenizer of {model.name}: {error}"
             ) from error
-    if len(settings.json_schema or "") > LONGEST_SCHEMA:
-        got = len(settings.json_schema or "")
-        raise ValueError(f"{name} must have at most {LONGEST_SCHEMA:,} characters, got {got:,}")
+    if len(form) > LONGEST_FORM:
+        raise ValueError(f"{name} must have at most {LONGEST_FORM:,} characters, got {len(form):,}")
     try:
-        if settings.json_schema is not None:
-            schema = json.loads(settings.json_schema)
-            if not isinstance(guidance := schema.get("x-guidance", {}), dict):
-                raise ValueError(f"x-guidance must be an object, got {guidance!r}")
-            if not any(key.startswith("whitespace") for key in guidance):
-                schema["x-guidance"] = {**guidance, "whitespace_pattern": SPACE}
-            written = LLMatcher.grammar_from_json_schema(schema)
+        if name == "json_schema":
+            written = LLMatcher.grammar_from_json_schema(spaced(json.loads(form)))
+        elif name == "regex":
+            written = LLMatcher.grammar_from_regex(form)
         else:
-            written = LLMatcher.grammar_from_regex(str(settings.regex))
+            written = LLMatcher.grammar_from_lark(form)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} can't be used: {error}") from None
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
@@ -170,6 +167,18 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     grammar = Grammar(name, matcher, ends, model.mask_token_id)
     grammar.allowed()  # what nothing matches is refused here
     return grammar
+
+
+def spaced(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with a bound on white space, unless it has its own.
+
+    Raises: ValueError for an x-guidance that is no object.
+    """
+    if not isinstance(guidance := schema.get("x-guidance", {}), dict):
+        raise ValueError(f"x-guidance must be an object, got {guidance!r}")
+    if any(key.startswith("whitespace") for key in guidance):
+        return schema
+    return {**schema, "x-guidance": {**guidance, "whitespace_pattern": SPACE}}
 
 
 def _with_room(make: Callable[[], Any]) -> Any:

@@ -42,8 +42,8 @@ class SetBlockLM(BASE):
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches, seeds,
-    lookup, lenience, json_schema, regex: decoding, as for `setblock.generate`; what is absent comes
-    from the checkpoint.
+    lookup, lenience, json_schema, regex, grammar: decoding, as for `setblock.generate`; what is
+    absent comes from the checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """
 
@@ -145,6 +145,7 @@ class SetBlockLM(BASE):
                 "lenience": settings.lenience if verified else None,
                 "json_schema": settings.json_schema,
                 "regex": settings.regex,
+                "grammar": settings.grammar,
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

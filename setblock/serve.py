@@ -41,6 +41,7 @@ from setblock.fields import (
     check,
     check_message,
     checked_tools,
+    forced_tools,
     json_schema_of,
     shown,
     without_nulls,
@@ -62,6 +63,7 @@ class Served:
     """The model towards transformers' handlers: their model, processor and model manager in one."""
 
     force_model = None
+    form: ClassVar[dict[str, str]] = {}  # of an answer, beyond what a request asks for
 
     def __init__(self, model: Model, name: str, block_size: int | None = None) -> None:
         self.model, self.name, self.created = model, name, int(time.time())
@@ -132,6 +134,13 @@ class Served:
         self.check_length("messages", len(text))
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def rendered(self, conversation: list[dict[str, Any]], more: bool, **given: Any) -> str:
+        """The text of a conversation as it is, with the model's cue if there is more to come."""
+        own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
+        words = {"tokenize": False, "tools": given.get("tools"), "add_generation_prompt": more}
+        words |= own
+        return str(self.model.tokenizer.apply_chat_template(conversation, **words))
+
     def __call__(self, text: str, **_: Any) -> transformers.BatchEncoding:
         """The ids of a plain prompt."""
         try:
@@ -166,8 +175,9 @@ class Answers:
         if body.get("model") not in (None, served.name):
             raise Refused("model", f"must be {served.name!r}, got {shown(body['model'])}", 404)
         if tools := body.get("tools"):
-            hearing = Hearing(served.model, served.apply_chat_template, tools)
-            return served.name, served, hearing
+            forced = forced_tools(body.get("tool_choice", "auto"), tools)
+            own = served.model, served.apply_chat_template, tools, forced, served.rendered
+            return served.name, served, Hearing(*own)
         return served.name, served, served
 
     def _validate_request(self, body: dict[str, Any]) -> None:
@@ -234,6 +244,7 @@ class Chat(Answers, ChatCompletionHandler):
     fields: ClassVar = {
         "messages": "a list of messages",
         "tools": "a list of tools",
+        "tool_choice": "a text or an object",
         "chat_template_kwargs": "an object",
     }
 
@@ -263,15 +274,24 @@ class Chat(Answers, ChatCompletionHandler):
                 f"messages[{len(messages) - 1}].tool_calls",
                 "must be followed by messages of role tool, with what the tools gave",
             )
-        tools = checked_tools(body.pop("tools", []))
-        if tools and body.get("tool_choice") != "none":
+        choice = body.get("tool_choice", "auto")
+        tools = checked_tools(body.pop("tools", []), strict=choice not in ("none", "auto"))
+        forced = forced_tools(choice, tools)
+        if forced and body.get("mode") == "sbd":
+            allowed = "must be auto or none in mode sbd, in which no answer has a form"
+            raise Refused("tool_choice", f"{allowed}, got {shown(choice)}")
+        if forced and messages[-1]["role"] == "assistant":
+            why = "must be auto or none where a message of the assistant is gone on with, got"
+            raise Refused("tool_choice", f"{why} {shown(choice)}")
+        if tools and choice != "none":
             body["tools"] = tools
         if "tools" in body:
-            for name in {"response_format", "regex"} & body.keys():
+            for name in {"response_format", "regex", "grammar"} & body.keys():
                 if body[name] != TEXT:
                     raise Refused(name, "can't be used with tools, which an answer may call")
-        if "tools" in body and body.get("parallel_tool_calls") is False:
-            raise Refused("parallel_tool_calls", "must be true with tools, got False")
+        if "tools" in body and not forced and body.get("parallel_tool_calls") is False:
+            why = "must be true with tools, unless one has to be called, got False"
+            raise Refused("parallel_tool_calls", why)
         for name in body.get("chat_template_kwargs", {}):
             if name in self.model_manager.reserved:
                 raise Refused(

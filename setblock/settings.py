@@ -12,7 +12,7 @@ from setblock.solvers import Solver
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
-FORMATS = ("json_schema", "regex")  # what an answer has to look like
+FORMATS = ("json_schema", "regex", "grammar")  # what an answer has to look like
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),
@@ -46,8 +46,9 @@ class Settings:
     lenience: mode "verified": a drafted token is accepted as well if its probability, with
         sampling's noise if any, is at least this share of that of next-token decoding's token; 1 is
         lossless, less is not. See verified.VerifiedRows._said.
-    json_schema, regex: modes "ntp" and "verified": what the whole answer has to look like, a JSON
-        Schema as its text or a regular expression; see grammar.Grammar.
+    json_schema, regex, grammar: modes "ntp" and "verified": what the whole answer has to look like,
+        a JSON Schema as its text, a regular expression or a grammar in llguidance's Lark; see
+        grammar.Grammar.
     """
 
     mode: str
@@ -67,6 +68,7 @@ class Settings:
     lenience: float | int = 1.0
     json_schema: str | None = None
     regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -147,7 +149,7 @@ class Settings:
             return
         name, value = next(iter(given.items()))
         if len(given) > 1:
-            raise ValueError("json_schema and regex exclude each other, got both")
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
         if self.mode == "sbd":
             raise ValueError(
                 f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
@@ -155,9 +157,9 @@ class Settings:
             )
         if self.ignore_eos:
             raise ValueError(f"{name} can't be used with ignore_eos: it says where the answer ends")
-        if name == "regex":
+        if name != "json_schema":
             if not isinstance(value, str):
-                raise ValueError(f"regex must be a text, got {value!r}")
+                raise ValueError(f"{name} must be a text, got {value!r}")
             return
         try:
             schema = json.loads(value, parse_constant=_no) if isinstance(value, str) else None

@@ -85,7 +85,48 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"function": {"name": "f", "strict": True}}]},
         "tools[0].function.strict is not supported, only False; got True",
     ),
-    ({"tool_choice": "required"}, "tool_choice is not supported, only 'none' or 'auto'; got 'req"),
+    ({"tool_choice": "required"}, "tool_choice must be auto or none without tools, got 'required'"),
+    ({"tool_choice": 3}, "tool_choice must be a text or an object, got 3"),
+    (
+        {"tools": TOOLS, "tool_choice": "any"},
+        "tool_choice must be auto, none, required or an object that names a function, got 'any'",
+    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type is not supported, only 'fu"),
+    ({"tools": TOOLS, "tool_choice": {}}, "tool_choice.function must be an object, got None"),
+    (
+        {"tools": TOOLS, "tool_choice": {"function": {"name": "f"}}},
+        "tool_choice.function.name must be the name of a tool (weather), got 'f'",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "mode": "sbd"},
+        "tool_choice must be auto or none in mode sbd, in which no answer has a form, got 'req",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "ignore_eos": True},
+        "tool_choice can't be used with ignore_eos",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
+        "regex can't be used with tools, which an answer may call",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "strict": 3}}], "tool_choice": "required"},
+        "tools[0].function.strict must be true or false, got 3",
+    ),
+    (
+        {
+            "tools": [{"function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        'tool_choice can\'t be used: failed to compile JSON schema: Unimplemented keys: ["not"]',
+    ),
+    (
+        {
+            "tools": [{"function": {"name": "f", "parameters": {"x-guidance": 3}}}],
+            "tool_choice": "required",
+        },
+        "tools can't be used: x-guidance must be an object, got 3",
+    ),
     ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true with tools"),
 ]
 FUNCTION = {"name": "f", "arguments": "{}"}

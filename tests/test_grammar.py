@@ -40,6 +40,16 @@ PERSON = {
 }
 
 
+# Sums, in which parts may be bracketed; and an expression for the same.
+SUMS = """
+start: sum
+sum: part ("+" part)*
+part: DIGIT | "(" sum ")"
+DIGIT: /[1-9]/
+"""
+SUM = r"(?P<sum>(?:[1-9]|\((?&sum)\))(?:\+(?:[1-9]|\((?&sum)\)))*)"
+
+
 class Slow:
     """A tokenizer in Python."""
 
@@ -90,14 +100,30 @@ def test_equals_the_slow_oracle(networks, pattern, temperature) -> None:
             assert regex.fullmatch(pattern, one.text, partial=one.finish_reason == "length")
 
 
+@pytest.mark.parametrize("mode", ["ntp", "verified"])
+def test_a_grammar_that_is_no_expression(networks, mode) -> None:
+    """Brackets may be as deep as the answer is long, and are closed in the end."""
+    ended, deepest = 0, 0
+    for model in networks.values():
+        how: Any = {"mode": mode, "temperature": 0.7, "max_new_tokens": 40, "grammar": SUMS}
+        for one in generate(model, ["a", "b", "c"] * 4, seed=5, **how):
+            if one.finish_reason == "eos":
+                ended += 1
+                assert regex.fullmatch(SUM, one.text)
+                deepest = max(deepest, *(one.text[:n].count("(") for n in range(len(one.text))))
+            else:
+                assert set(one.text) <= set("123456789()+")
+    assert ended >= 4
+    assert deepest >= 1
+
+
 @given(data=st.data())
 @settings(max_examples=40, **SLOW)
 def test_verified_says_what_next_token_decoding_says(networks, data) -> None:
     model = networks[data.draw(st.sampled_from(["llama", "qwen3"]))]
     chosen = {**data.draw(options(30)), "ignore_eos": False}
     form: dict[str, Any] = {"regex": data.draw(st.sampled_from(PATTERNS))}
-    if data.draw(st.booleans()):
-        form = {"json_schema": PERSON}
+    form = data.draw(st.sampled_from([form, {"json_schema": PERSON}, {"grammar": SUMS}]))
     count = data.draw(st.integers(1, 3))
     texts = [model.encode(text) for text in ("a", "some longer prompt", "b c")[:count]]
     exact, drafted = pair(model, texts, data.draw(st.integers(1, 3)), **form, **chosen)
@@ -235,7 +261,7 @@ def test_lenience_keeps_the_format(nano) -> None:
 
 def test_the_mode_of_a_format(nano, networks) -> None:
     assert settings_for(nano).mode == "sbd"
-    forms: list[Any] = [{"json_schema": PERSON}, {"regex": "a"}]
+    forms: list[Any] = [{"json_schema": PERSON}, {"regex": "a"}, {"grammar": SUMS}]
     for form in forms:
         assert settings_for(nano, **form).mode == "verified"
         assert settings_for(nano, mode="ntp", **form).mode == "ntp"
@@ -296,6 +322,12 @@ def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
         ({"regex": "a", "mode": "sbd"}, "regex is for modes ntp and verified, .*, got mode sbd"),
         ({"regex": "a", "ignore_eos": True}, "regex can't be used with ignore_eos"),
         ({"regex": 3}, "regex must be a text, got 3"),
+        ({"grammar": 3}, "grammar must be a text, got 3"),
+        ({"grammar": "start: a", "regex": "a"}, "regex and grammar exclude each other: give one"),
+        ({"grammar": "start: a"}, 'grammar can\'t be used: unknown name: "a"'),
+        ({"grammar": "a: b"}, "grammar can't be used: "),
+        ({"grammar": "start: " + "(" * 10**5}, "grammar can't be used: .*too deeply nested"),
+        ({"grammar": "/" * 250_001}, "grammar must have at most 250,000 characters, got 250,001"),
         ({"json_schema": 3}, "json_schema must be an object or its JSON text, got 3"),
         ({"json_schema": "[]"}, r"json_schema must be an object or its JSON text, got '\[\]'"),
         ({"json_schema": "{"}, "json_schema must be JSON: "),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import regex
 from conftest import SHORT
-from test_grammar import PERSON
+from test_grammar import PERSON, SUM, SUMS
 
 from setblock import grammar as module
 
@@ -27,14 +27,20 @@ def test_the_command(run, tmp_path) -> None:
     assert regex.fullmatch("[0-9]{3}", found["text"])
     assert (found["mode"], found["json_schema"], found["regex"]) == ("ntp", None, "[0-9]{3}")
     plain = run(*words, *SHORT).json
-    assert (plain["json_schema"], plain["regex"]) == (None, None)
+    assert (plain["json_schema"], plain["regex"], plain["grammar"]) == (None, None, None)
+    file = tmp_path / "sums.lark"
+    file.write_text(SUMS)
+    found = run(*words, "--grammar", file).json
+    assert (found["mode"], found["grammar"]) == ("verified", SUMS)
+    assert regex.fullmatch(SUM, found["text"], partial=found["finish_reason"] == "length")
+    assert run(*words, "--grammar", "-", stdin=io.StringIO(SUMS)).json["text"] == found["text"]
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
         (b"{", "is not JSON"),
-        (b"\xff", "is not JSON"),
+        (b"\xff", "is not UTF-8"),
         (b"[1]", "must hold a JSON Schema"),
         (b'{"items":' * 5000, "is not JSON"),
         (None, ""),
@@ -49,11 +55,28 @@ def test_a_schema_that_is_none(run, tmp_path, told, message) -> None:
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (b"\xff", "--grammar {file} is not UTF-8"),
+        (b"", "grammar can't be used: Empty grammar"),
+        (None, "{file}"),
+    ],
+)
+def test_a_grammar_that_is_none(run, tmp_path, told, message) -> None:
+    file = tmp_path / "answers.lark"
+    if told is not None:
+        file.write_bytes(told)
+    assert message.format(file=file) in run("generate", "nano", "a", "--grammar", file).error
+
+
 # the server
 
 
 def asked(client, **fields: Any) -> Any:
-    own = {name: fields.pop(name) for name in ("mode", "regex", "solver") if name in fields}
+    own = {
+        name: fields.pop(name) for name in ("mode", "regex", "grammar", "solver") if name in fields
+    }
     messages = [{"role": "user", "content": "Who?"}]
     given = {"model": "nano", "messages": messages, "max_tokens": 100, **fields}
     return client.chat.completions.create(**given, extra_body=own)
@@ -94,6 +117,8 @@ def test_the_server_s_other_formats(client) -> None:
     assert found.finish_reason == "length" or type(json.loads(found.message.content)) is dict
     found = asked(client, regex="(red|green)", response_format={"type": "text"}).choices[0]
     assert found.message.content in ("red", "green")
+    found = asked(client, grammar=f"{SUMS}// {'long ' * 1000}").choices[0]
+    assert regex.fullmatch(SUM, found.message.content, partial=found.finish_reason == "length")
     given: Any = {"model": "nano", "prompt": "Who?", "max_tokens": 9}
     found = client.completions.create(**given, extra_body={"regex": "[0-9]{4}"}).choices[0]
     assert regex.fullmatch("[0-9]{4}", found.text)
@@ -139,8 +164,13 @@ def test_the_server_s_other_formats(client) -> None:
             "response_format",
             "got mode",
         ),
-        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "got both"),
+        (
+            {"response_format": {"type": "json_object"}, "regex": "a"},
+            "response_format",
+            "exclude each other",
+        ),
         ({"regex": "a(b"}, "regex", "unclosed group"),
+        ({"grammar": "start: a"}, "grammar", "unknown name"),
         ({"regex": "a", "solver": "fixed:2"}, "solver", "is for mode 'sbd'"),
     ],
 )

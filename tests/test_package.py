@@ -51,8 +51,8 @@ LEVELS = (
     ("graphs",),
     ("model", "totals", "timelimit", "order"),
     ("trial", "grammar"),
-    ("loading", "decode", "pieces", "views", "calls"),
-    ("verified", "likelihood", "train"),
+    ("loading", "decode", "pieces", "views", "forced"),
+    ("verified", "likelihood", "train", "calls"),
     ("generation", "vllm"),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     (

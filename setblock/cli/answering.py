@@ -116,6 +116,14 @@ def generate(
             help="Regular expression that the whole answer has to match. Decodes in the same modes."
         ),
     ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of a grammar, in llguidance's Lark, that the whole answer has to match; "
+            "- is stdin. Decodes in the same modes.",
+        ),
+    ] = None,
     slide: SlideOption = None,
     next_token_seed: SeedFirstOption = False,
     fallback: FallbackOption = None,
@@ -142,6 +150,7 @@ def generate(
     if messages and chat:
         raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
     schema = None if json_schema is None else _read_schema(json_schema)
+    written = None if grammar is None else _read_text("--grammar", grammar)
     with starting(model_name):
         from setblock.generation import encode, settings_for, stream
 
@@ -167,6 +176,7 @@ def generate(
         "lenience": lenience,
         "json_schema": schema,
         "regex": regex,
+        "grammar": written,
     }
     settings = settings_for(model, **options)
     refuse_idle([settings.mode], solver=solver, block_size=block_size)
@@ -267,6 +277,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "lenience": settings.lenience,
         "json_schema": settings.json_schema and json.loads(settings.json_schema),
         "regex": settings.regex,
+        "grammar": settings.grammar,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,
@@ -330,11 +341,18 @@ def _read_prompt(
     return text
 
 
+def _read_text(option: str, file: Path) -> str:
+    """What the file of an option holds; "-" is stdin."""
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {file} is not UTF-8: {error}") from None
+
+
 def _read_schema(file: Path) -> dict[str, Any]:
     try:
-        told = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        found = json.loads(told)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is the former
+        found = json.loads(_read_text("--json-schema", file))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--json-schema {file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--json-schema {file} must hold a JSON Schema, an object")
@@ -344,9 +362,8 @@ def _read_schema(file: Path) -> dict[str, Any]:
 def _read_messages(file: Path) -> list[dict[str, str]]:
     """A conversation, by itself or as the messages of an object; "-" is stdin."""
     try:
-        told = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        found = json.loads(told)
-    except ValueError as error:  # UnicodeDecodeError is one
+        found = json.loads(_read_text("--messages", file))
+    except json.JSONDecodeError as error:
         raise ValueError(f"--messages {file} is not one JSON list: {error}") from None
     if isinstance(found, dict):  # a row of data, a request
         found = found.get("messages")

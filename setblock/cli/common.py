@@ -376,7 +376,7 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
     few = 24 if model.compiled else 2  # as many as bring every kind of forward
     few = min(few, options.get("max_new_tokens") or few)
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
-    own |= dict.fromkeys(("json_schema", "regex"))  # which know how an answer ends
+    own |= dict.fromkeys(("json_schema", "regex", "grammar"))  # which know how an answer ends
     answer(model, [[first]], **own)
 
 
