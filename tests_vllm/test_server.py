@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,23 +16,25 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from test_engine import Request
 
 from setblock import nano
 from setblock.generation import generate
+from setblock.loading import load
 
 HERE = Path(__file__).parent
 PORT = 18765
 
 
 @contextmanager
-def serving(name: str, port: int, log: Path) -> Iterator[str]:
+def serving(name: str, port: int, log: Path, *more: str) -> Iterator[str]:
     """The address of a server of this MODEL."""
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     env.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # serve says it
     program = [str(Path(sys.executable).with_name("setblock")), "serve", name, "--engine", "vllm"]
     words = ["--port", str(port), "--dtype", "float32"]
-    words += ["--", "--enforce-eager", "--max-model-len", "512"]
+    words += ["--", "--enforce-eager", "--max-model-len", "512", *more]
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen([*program, *words], env=env, stdout=file, stderr=file)
     place = f"http://127.0.0.1:{port}"
@@ -77,6 +80,9 @@ def metric(address: str, name: str) -> float:
     return sum(map(float, found))
 
 
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
+STRICT: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 QUESTIONS = [one.prompt for name in nano.FAMILIES for one in nano.problems(name, "validation", 4)]
 
 
@@ -150,8 +156,9 @@ def test_seeds_and_stops(client, model):
         ({}, {"presence_penalty": 1.0}, "presence_penalty is not supported"),
         ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
         ({}, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supp"),
-        ({}, {"tool_choice": "required"}, "tool_choice is not supported"),
+        ({}, {"tools": [WEATHER]}, 'auto" tool choice requires --enable-auto-tool-choice'),
+        ({}, {"tools": [WEATHER], "tool_choice": "required"}, "tool_choice must be auto or none"),
+        ({}, {"tools": [STRICT]}, "tools[0].function.strict must be false: calls are not con"),
         ({}, {"max_tokens": -1}, "max_tokens"),
         ({}, {"max_tokens": 10_000}, "max_tokens"),
     ],
@@ -265,3 +272,70 @@ def test_an_adapter_is_served_by_its_name(folder, model, method, tmp_path):
             model=name, prompt=list(ids), temperature=0, max_tokens=40, extra_body=more
         )
     assert tuple(answer.choices[0].model_extra["token_ids"]) == expected.token_ids
+
+
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
+    "{% if add_generation_prompt %} So: {% endif %}"
+)
+
+
+def test_tools(folder, tmp_path):
+    """A model that has learned one call by heart, before which it says something; in a stream token
+    by token, and several at a time.
+    """
+    place = shutil.copytree(folder("nano"), tmp_path / "calling")
+    (place / "chat_template.jinja").write_text(CALLING)
+    call = '{"name": "weather", "arguments": {"city": "Paris"}}'
+    said = f"Well.<tool_call>\n{call}\n</tool_call>"
+    turns: Any = [{"role": "user", "content": f"Say {call}"}]  # which drafts can copy
+    learned = load(str(place), dtype="float32")
+    tokenizer: Any = learned.tokenizer
+    tokenizer.chat_template = CALLING
+    prompt = tokenizer.apply_chat_template(
+        turns, tools=[WEATHER], tokenize=False, add_generation_prompt=True
+    )
+    first, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, said))
+    ids = torch.tensor([[*first, *answer, min(learned.eos_token_ids)]])
+    labels = ids.clone()
+    labels[:, : len(first)] = -100
+    learning = torch.optim.AdamW(learned.network.parameters(), lr=1e-3)
+    for _ in range(60):
+        learning.zero_grad()
+        loss = learned.network(input_ids=ids, labels=labels).loss
+        loss.backward()
+        learning.step()
+    assert loss < 0.01
+    learned.network.save_pretrained(place)
+    own = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with (
+        serving(str(place), PORT + 1, tmp_path / "log", *own) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for way in ({"mode": "ntp"}, {"mode": "verified", "lookup": 8}):
+
+            def answered(own: Any = way, **more: Any) -> Any:
+                return client.chat.completions.create(
+                    model=str(place), messages=turns, max_tokens=100, temperature=0,
+                    extra_body={"vllm_xargs": own}, **{"tools": [WEATHER], **more},
+                )  # fmt: skip
+
+            told = answered()
+            forwards = told.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"]
+            assert (forwards < 0.7 * len(answer)) == (way["mode"] == "verified")
+            [whole] = told.choices
+            assert whole.message.tool_calls, whole
+            [found] = whole.message.tool_calls
+            assert (whole.message.content, whole.finish_reason) == ("Well.", "tool_calls")
+            assert found.function.name == "weather"
+            assert json.loads(found.function.arguments) == {"city": "Paris"}
+            text, name, arguments = "", "", ""
+            for chunk in answered(stream=True):
+                delta = chunk.choices[0].delta
+                text += delta.content or ""
+                for one in delta.tool_calls or []:
+                    name += one.function.name or ""
+                    arguments += one.function.arguments or ""
+            assert (text, name, json.loads(arguments)) == ("Well.", "weather", {"city": "Paris"})
+            plain = answered(tool_choice="none").choices[0].message
+            assert not plain.tool_calls
