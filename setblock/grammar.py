@@ -81,9 +81,13 @@ class Grammar:
                 return found[:-1]
         return found
 
-    def fitted(self, draft: Sequence[int], most: int) -> tuple[list[int], list[bool]]:
+    def fitted(
+        self, draft: Sequence[int], most: int, others: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[int], list[bool]]:
         """(the draft as far as it is allowed, at most so many tokens; which of them have no
         alternative). Those stand in place of what was drafted there, or behind it.
+
+        others: what may stand in place of a drafted token that is not allowed, the best first.
         """
         tokens: list[int] = []
         forced: list[bool] = []
@@ -91,14 +95,20 @@ class Grammar:
         while len(tokens) < most and not (tokens and tokens[-1] in self.ends):
             if matcher.is_accepting() and self._ended(matcher):
                 return [*tokens, self.ends[0]], [*forced, True]
-            only = list(matcher.compute_ff_tokens())
-            new = (only or list(draft[len(tokens) : len(tokens) + 1]))[: most - len(tokens)]
-            if self.mask_token_id in new:
-                new = new[: new.index(self.mask_token_id)]
-            count = matcher.try_consume_tokens(new) if new else 0
-            tokens += new[:count]
-            forced += [bool(only)] * count
-            if count == 0:
+            place = len(tokens)
+            if only := list(matcher.compute_ff_tokens()):
+                tries = [only[: most - place]]
+            elif place < len(draft):
+                tries = [[one] for one in (draft[place], *(others[place] if others else ()))]
+            else:
+                break
+            for new in tries:
+                new = new[: new.index(self.mask_token_id)] if self.mask_token_id in new else new
+                if count := matcher.try_consume_tokens(new) if new else 0:
+                    tokens += new[:count]
+                    forced += [bool(only)] * count
+                    break
+            else:
                 break
         return tokens, forced
 

@@ -37,6 +37,7 @@ from setblock.solvers import Predictions, check_revealed, entropy, revealed_by
 from setblock.transfer import to_device, to_host
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
+LIKELY = 16  # tokens that a slot might have, of which one may be allowed by a grammar
 WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
 SURE = 0.6  # chance of a copy's first token from which on no branches stand behind the copy
 
@@ -47,10 +48,12 @@ class VerifiedRows(Rows):
     draft   [batch, width] tokens proposed for `start` and after, the mask token where none
     length  [batch] how many of them there are; never more than could be of use
     copied  [batch] whether they were copied from earlier in the text
+    likely  [batch, width, LIKELY] where answers follow a grammar, the tokens that the model finds
+            likeliest in a draft's places, the mask token where none; else empty
     All final tokens but the last are in the cache; of the prompt none before the first forward.
     """
 
-    PER_ROW = (*Rows.PER_ROW, "draft", "length", "copied")
+    PER_ROW = (*Rows.PER_ROW, "draft", "length", "copied", "likely")
 
     def __init__(
         self,
@@ -67,19 +70,23 @@ class VerifiedRows(Rows):
         self.draft = np.full((len(prompts), width), model.mask_token_id)
         self.length = np.zeros_like(self.start)
         self.copied = np.zeros(self.start.shape, dtype=bool)
+        self.likely = np.zeros((*self.draft.shape, 0), dtype=np.int64)
 
     def follow(self, grammar: Grammar) -> None:
         super().follow(grammar)
+        self.likely = np.full((*self.draft.shape, LIKELY), self.model.mask_token_id)
         self._fit(np.ones(len(self.start), dtype=bool))
 
     def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:
-        """Fit the drafts of these rows to their grammars: cut where a token is not allowed, with
-        those in place that have no alternative; True at the latter.
+        """Fit the drafts of these rows to their grammars: with the likeliest of a place instead of
+        a token that is not allowed, cut where none of them is, and with those in place that have no
+        alternative; True at the latter.
         """
         forced = np.zeros(self.draft.shape, dtype=bool)
         for row in which.nonzero()[0]:
             drafted = self.draft[row, : self.length[row]].tolist()
-            tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1])
+            likely = self.likely[row].tolist()
+            tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1], likely)
             self.draft[row, : len(tokens)], forced[row, : len(only)] = tokens, only
             self.length[row] = min(len(tokens), int(self._useful(self.draft)[row]))
         return forced
@@ -361,6 +368,7 @@ class BranchDrafts(VerifiedRows):
         before: how many accepted tokens stand behind a branch's first position.
         """
         self.length = np.zeros_like(self.length)
+        self.likely[:] = self.model.mask_token_id
         if not logits.shape[1]:
             return
         branch = worth.argmax(axis=1)[:, None]
@@ -387,7 +395,13 @@ class BranchDrafts(VerifiedRows):
             ranked = others.topk(min(self.settings.seeds, others.shape[-1]), dim=-1)
             runners = ranked.indices if ids is None else ids.gather(-1, ranked.indices)
             runners = runners.masked_fill(ranked.values == -torch.inf, self.model.mask_token_id)
-        drafted, confidence, runners = to_host(drafted, confidence, runners)
+        likely = drafted[..., None][..., :0]
+        if self.bounded:
+            scores = sampler.perturbed(logits, rows, places, ids=ids, truncate=False)
+            likely = scores.topk(min(LIKELY, scores.shape[-1]), dim=-1).indices
+            likely = likely if ids is None else ids.gather(-1, likely)
+        drafted, confidence, runners, likely = to_host(drafted, confidence, runners, likely)
+        self.likely[:, :size, : likely.shape[-1]] = likely
         self.draft[:, :size], self.confidence[:, :size] = drafted, confidence
         self.runners[:, :size] = self.model.mask_token_id
         self.runners[:, :size, : runners.shape[-1]] = runners
