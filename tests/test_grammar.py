@@ -3,13 +3,16 @@
 import copy
 import json
 import math
+import re
 import shutil
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import reference
 import regex
@@ -116,6 +119,23 @@ def test_a_grammar_that_is_no_expression(networks, mode) -> None:
                 assert set(one.text) <= set("123456789()+")
     assert ended >= 4
     assert deepest >= 1
+
+
+def test_a_grammar_with_thoughts_before_the_answer(networks) -> None:
+    """As the docs have it."""
+    model = networks["llama"]
+    text = (Path(__file__).parents[1] / "docs" / "lossless.md").read_text(encoding="utf-8")
+    [thinking] = re.findall(r"(?s)```lark\n(.*?)```", text)
+    grammar = module.compiled(model, settings_for(model, mode="ntp", grammar=thinking))
+    assert grammar is not None
+    said = "<think>12 or 13?\n12 < 13</think>\n12"
+    grammar.say(model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    letter, digit, end = [
+        *model.tokenizer("a1", add_special_tokens=False)["input_ids"], *model.eos_token_ids
+    ]  # fmt: skip
+    [bits] = grammar.allowed()
+    allowed = np.unpackbits(bits, bitorder="little")
+    assert [allowed[token] for token in (letter, digit, end)] == [0, 1, 1]
 
 
 @given(data=st.data())
