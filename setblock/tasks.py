@@ -189,6 +189,7 @@ def _answers(row: Mapping[str, Any], number: int) -> Item:
 
     What a chat's last message answers is the question; the messages before it stay before it.
     """
+    _check_no_tools(row)
     if row.get("messages") is not None and row.get("completion") is None:
         *asked, said = _messages(row["messages"], "messages", 2)
     else:
@@ -219,6 +220,19 @@ def _messages(
             )
         found.append(parts)
     return found
+
+
+def _check_no_tools(row: Mapping[str, Any]) -> None:
+    """Raises: ValueError for a row whose prompt or answer would be another one without them."""
+    lists = (row.get(name) for name in ("messages", "prompt", "completion"))
+    turns = [turn for turns in lists if isinstance(turns, list) for turn in turns]
+    called = (
+        turn.get("tool_calls") or turn.get("role") == "tool"
+        for turn in turns
+        if isinstance(turn, Mapping)
+    )
+    if row.get("tools") not in (None, "", "[]", []) or any(called):
+        raise ValueError("conversations with tools are not supported")
 
 
 def _same_answer(item: Item, text: str) -> bool:
@@ -318,6 +332,7 @@ PROMPT_FIELDS = ("turns", "messages", "prompt", "instruction")
 
 def _prompts(row: Mapping[str, Any], number: int) -> Item:
     """A prompt: the first of `turns` or `messages`, `prompt`, or `instruction` with its `input`."""
+    _check_no_tools(row)
     given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
     if not given:
         raise ValueError(f"no field {', '.join(PROMPT_FIELDS[:-1])} or {PROMPT_FIELDS[-1]}")

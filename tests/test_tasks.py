@@ -146,6 +146,21 @@ def test_of_a_chat_the_last_answer_is_asked_for() -> None:
             load_items(task, DataRows("x", "", (wrong,)))
 
 
+@pytest.mark.parametrize("name", ["answers", "prompts"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [*said_by("a"), {"role": "assistant", "tool_calls": [{}]}]},
+        {"messages": [*said_by("a"), {"role": "tool", "content": "b"}, *said_by("c")]},
+    ],
+)
+def test_conversations_with_tools_are_refused(name, more) -> None:
+    rows = DataRows("x", "", ({"messages": said_by("a"), **more},))
+    with pytest.raises(ValueError, match=r"x, row 1: not of task .*: conversations with tools are"):
+        load_items(TASKS[name], rows)
+
+
 def test_rows_of_a_prompt_file_have_no_right_answer() -> None:
     assert TASKS["prompts"].check is None
     assert item("prompts").prompt == "Write."
