@@ -64,11 +64,12 @@ class Hearing:
         model: Model,
         template: Callable[..., Any],
         tools: list[Any],
-        forced: Sequence[Any],
+        forced: Mapping[str, Any],
         rendered: Callable[..., str],
     ) -> None:
         """template: makes the ids of a conversation. forced: the tools of which the answer has to
-        call one, if any; rendered: then, the text of a conversation, and whether more is to come.
+        call one, if any, by their places in the request; rendered: then, the text of a
+        conversation, and whether more is to come.
 
         Raises: Refused where nothing tells how the model writes calls.
         """

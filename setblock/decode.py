@@ -219,21 +219,25 @@ class Rows:
 
     def _allowed(
         self, logits: Float[Tensor, "batch places vocab"], drafts: Sequence[Sequence[int]]
-    ) -> Float[Tensor, "batch places vocab"]:
-        """Next-token logits of the place behind each row's text, and behind each token of its
-        draft: -inf for tokens that its grammar does not allow there.
+    ) -> tuple[Float[Tensor, "batch places vocab"], Int[ndarray, " batch"]]:
+        """(next-token logits of the place behind each row's text, and behind each token of its
+        draft: -inf for tokens that its grammar does not allow there; for how many places).
 
-        Places that are never reached, behind a draft or what ends it, stay as they are.
+        Places behind these are never reached: behind a draft, what ends it, or a dead end.
         """
+        counts = np.ones(len(drafts), dtype=np.int64)
         vocab, count = logits.shape[-1], -(-logits.shape[-1] // 8)
         bits = np.full((*logits.shape[:2], -(-vocab // 64)), -1)  # 64 tokens a number
         for row, (grammar, draft) in enumerate(zip(self.grammars, drafts, strict=True)):
-            for place, told in enumerate(grammar.allowed(draft)):
+            found = grammar.allowed(draft)
+            counts[row] = len(found)
+            for place, told in enumerate(found):
                 bits.view(np.uint8)[row, place, :count] = told[:count]
         [packed] = to_device(logits.device, bits)
         eights = torch.arange(8, dtype=torch.uint8, device=logits.device)
         unpacked = (packed.view(torch.uint8)[..., None] >> eights) & 1
-        return logits.masked_fill(unpacked.flatten(-2)[..., :vocab] == 0, -torch.inf)
+        forbidden = unpacked.flatten(-2)[..., :vocab] == 0
+        return logits.masked_fill(forbidden, -torch.inf), counts
 
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""
@@ -301,7 +305,7 @@ class DecodeState(Rows):
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
         elif self.bounded:
-            logits = self._allowed(logits, [()] * len(logits))
+            logits, _ = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
         if blocks.any():

@@ -20,7 +20,17 @@ FORMS = ("response_format", "regex", "grammar", "tool_choice")  # fields that bo
 
 
 class Failed(str):
-    """In the place of a piece of text: the error that ended an answer on its way."""
+    """In the place of a piece of text: the error that ended an answer on its way.
+
+    refused: what is wrong with the request, if that is why.
+    """
+
+    def __new__(cls, error: Exception) -> "Failed":
+        failed = super().__new__(cls, why(error))
+        failed.refused = error if isinstance(error, Refused) else None
+        return failed
+
+    refused: Refused | None
 
 
 class Stream:
@@ -76,7 +86,7 @@ class Engine(GenerateManager):
                 put(Failed(error))
             except Exception as error:
                 logger.exception("an answer failed")
-                put(Failed(why(error)))
+                put(Failed(error))
             put(None)
 
         self.submit(run)
@@ -177,8 +187,10 @@ def _refusal(error: Exception, asked: Asked) -> Refused:
     if message.startswith("prompt 0 "):  # the only one
         message = message.replace("prompt 0", asked.prompt, 1)
     field, _, why = message.partition(" ")
-    if field == "json_schema" or (field == "grammar" and "tools" in asked.fields):
-        field = "response_format" if field == "json_schema" else "tool_choice"
+    if field == "json_schema":
+        field = "response_format"
+    elif field == "grammar" and "tools" in asked.fields:  # which nobody wrote
+        field, why = "tool_choice", why.partition(" 1 | start: ")[0]
     return Refused(field, why) if field in asked.fields else Refused(None, message)
 
 

@@ -212,20 +212,23 @@ def checked_tools(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
     return [_checked_tool(f"tools[{index}]", tool, strict) for index, tool in enumerate(tools)]
 
 
-def forced_tools(choice: Any, tools: list[Any]) -> list[dict[str, Any]]:
-    """Those of the tools of which an answer has to call one; none where the model decides.
+def forced_tools(choice: Any, tools: list[Any]) -> dict[str, dict[str, Any]]:
+    """Those of the tools of which an answer has to call one, by their places; none where the model
+    decides.
 
     choice: a request's tool_choice. Raises: Refused.
     """
     if choice in ("none", "auto"):
-        return []
+        return {}
     if not tools:
         raise Refused("tool_choice", f"must be auto or none without tools, got {shown(choice)}")
     if choice == "required":
-        return tools
+        return {f"tools[{index}]": tool for index, tool in enumerate(tools)}
     if not isinstance(choice, dict):
         allowed = "auto, none, required or an object that names a function"
         raise Refused("tool_choice", f"must be {allowed}, got {shown(choice)}")
+    if (kind := choice.get("type", "function")) != "function":
+        raise Refused("tool_choice.type", f"is not supported, only 'function'; got {shown(kind)}")
     known, only = {"type", "function"}, {"type": "function"}
     choice = _checked_object("tool_choice", choice, known, only)
     function = _checked_object("tool_choice.function", choice.get("function"), {"name"}, {})
@@ -233,7 +236,8 @@ def forced_tools(choice: Any, tools: list[Any]) -> list[dict[str, Any]]:
     if (name := function.get("name")) not in names:
         allowed = f"must be the name of a tool ({', '.join(names)})"
         raise Refused("tool_choice.function.name", f"{allowed}, got {shown(name)}")
-    return [tools[names.index(name)]]
+    index = names.index(name)
+    return {f"tools[{index}]": tools[index]}
 
 
 def _checked_tool(place: str, tool: Any, strict: bool) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from setblock.settings import FORMATS, Settings
 SPACE = r" |\n[ \t]{0,40}"
 # Ten times llguidance's own: an object of 500 properties that may be left out needs more than that.
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "step_max_items": 500_000}
+# llguidance panics at some of these, beside other rules, and ignores others.
+ATTRIBUTES = re.compile(r"(?m)^\s*[?!]*(\w+)\s*(\[[^\]\n]*\])\s*:")
 LONGEST = 300  # characters of what it says of an error
 # It goes from one part of a form to the next by recursion, and where the stack ends so does the
 # process: the longest form that is taken, in characters, and bytes of stack that it can't fill.
@@ -166,6 +168,8 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
         elif name == "regex":
             written = LLMatcher.grammar_from_regex(form)
         else:
+            if found := ATTRIBUTES.search(form):
+                raise ValueError(f"attributes of rules are not supported, got {found[1]}{found[2]}")
             written = LLMatcher.grammar_from_lark(form)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} can't be used: {error}") from None
@@ -191,6 +195,15 @@ def spaced(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {**guidance, "whitespace_pattern": SPACE}}
 
 
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raises: ValueError for one that can't be followed. Needs no tokenizer; see `compiled`."""
+    from llguidance import LLMatcher
+
+    written = LLMatcher.grammar_from_json_schema(schema)
+    if told := _with_room(lambda: LLMatcher.validate_grammar(written)):
+        raise ValueError(_brief(told))
+
+
 def _with_room(make: Callable[[], Any]) -> Any:
     """What this makes, on a thread with more room for recursion."""
     before = threading.stack_size(STACK)
@@ -202,10 +215,15 @@ def _with_room(make: Callable[[], Any]) -> Any:
 
 
 def _why(matcher: Any) -> str:
-    """llguidance's error in one line."""
+    """A matcher's error in one line."""
     told = str(matcher.get_error())
     if not told or told.startswith("NoExtensionBias"):
         return "no token can come next"
+    return _brief(told)
+
+
+def _brief(told: str) -> str:
+    """llguidance's words in one line."""
     marked = [line for line in told.splitlines() if line.startswith("error: ")]  # of an expression
     told = " ".join((marked[0].removeprefix("error: ") if marked else told).split())
     # Not where in a grammar that nobody wrote, nor where in the library.

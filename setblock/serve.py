@@ -228,7 +228,7 @@ class Answers:
 
     def _build_chunk_sse(self, request_id: str = "", *args: Any, **given: Any) -> str:
         if isinstance(failed := given.get("content", given.get("text")), Failed):
-            return f"data: {json.dumps(_body(str(failed), 'server_error'))}\n\n"
+            return f"data: {json.dumps(_body(failed.refused or failed))}\n\n"
         line = super()._build_chunk_sse(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.get(request_id)
         if given.get("usage") is None or told is None:
@@ -387,22 +387,26 @@ async def _ended_by_signals(engine: Engine) -> AsyncIterator[None]:
 
 def _error(request: Request, error: Exception) -> JSONResponse:
     """An error in the protocol's own form."""
+    told: Any = error
     status = error.status if isinstance(error, Refused) else 400
-    message = str(error)
     if isinstance(error, RequestValidationError):
-        message = f"the body is not a JSON object: {error.errors()[0]['msg']}"
+        told = f"the body is not a JSON object: {error.errors()[0]['msg']}"
         sent = request.headers.get("content-type", "")
         if sent.partition(";")[0].strip().lower() != "application/json":
-            message = f"Content-Type must be application/json for a body of JSON, got {sent!r}"
+            told = f"Content-Type must be application/json for a body of JSON, got {sent!r}"
     if isinstance(error, HTTPException):
-        status, message = error.status_code, str(error.detail)
-    field = error.field if isinstance(error, Refused) else None
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse(_body(message, kind, field), status)
+        status, told = error.status_code, error.detail
+    return JSONResponse(_body(told, status), status)
 
 
-def _body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+def _body(told: Any, status: int = 500) -> dict[str, Any]:
+    """told: a Refused, whose own status counts, or a message."""
+    refused = isinstance(told, Refused)
+    kind = (
+        "server_error" if (told.status if refused else status) >= 500 else "invalid_request_error"
+    )
+    field = told.field if refused else None
+    return {"error": {"message": str(told), "type": kind, "param": field, "code": None}}
 
 
 class _Events(StreamingResponse):

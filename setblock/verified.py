@@ -142,9 +142,11 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
-        if self.bounded:
+        if self.bounded:  # a draft counts as far as something may follow it
             drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
-            logits = self._allowed(logits, [draft[:length] for draft, length in drafts])
+            looked_at = [draft[:length] for draft, length in drafts]
+            logits, counts = self._allowed(logits, looked_at)
+            self.length = np.minimum(self.length, counts - 1)
         rows, there = torch.from_numpy(self.rows), torch.from_numpy(places)
         exact, nats = sampler.pick(logits, rows, there), entropy(logits)
         if self.settings.lenience == 1 or not longest:

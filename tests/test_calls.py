@@ -220,7 +220,7 @@ def test_a_response_template_of_the_tokenizer_s_own(speaker, monkeypatch):
 
 def answers_by(speaker, monkeypatch, said: str, **changes: Any) -> Any:
     """With these changes to how Qwen's template marks calls."""
-    own = copy.deepcopy(Hearing(speaker.model, str, [], [], str).response_template)
+    own = copy.deepcopy(Hearing(speaker.model, str, [], {}, str).response_template)
     calls = own["fields"]["tool_calls"]
     own["fields"]["tool_calls"] = {k: v for k, v in (calls | changes).items() if v is not None}
     monkeypatch.setattr(speaker.model.tokenizer, "response_template", own, raising=False)
@@ -273,5 +273,5 @@ def test_a_call_without_its_end_is_told_if_all_of_it_is_there(speaker, monkeypat
 
 def test_the_text_part_of_a_larger_network(speaker, monkeypatch):
     monkeypatch.setattr(speaker.model.network.config, "model_type", "gemma4_text")
-    hearing = Hearing(speaker.model, str, [], [], str)
+    hearing = Hearing(speaker.model, str, [], {}, str)
     assert "call:" in hearing.response_template["fields"]["tool_calls"]["open_pattern"]

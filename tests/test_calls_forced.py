@@ -63,6 +63,28 @@ def test_what_the_model_would_call_anyway(speaker):
     assert told == (call(PARIS).replace("\n", "")[:30], "", [], "length")
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": ["object", "null"], "title": "F", "properties": {"a": {"const": 1}}},
+        {"required": ["a"]},
+        {"const": {"a": 1}},
+        {"$ref": "#/$defs/f", "$defs": {"f": {"properties": {"a": {"const": 1}}}}},
+        {"additionalProperties": {"const": 1}, "minProperties": 1, "maxProperties": 2},
+    ],
+)
+def test_parameters_that_name_all_or_not(speaker, parameters):
+    """Where the schema says no more than what there is, there is no more."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    speaker.say(call({"name": "f", "arguments": {"a": 1, "b": 1}}).replace("\n", ""), tools=tools)
+    closed = parameters.keys() <= forced.PLAIN and "required" not in parameters
+    given = called(speaker, tools, "required", max_tokens=900)[1]
+    assert given == ({"a": 1} if "properties" in parameters else {}) or not closed
+    if {"required", "minProperties", "const"} & parameters.keys():
+        assert given.keys() & {"a", "b"}
+
+
 def test_a_template_that_leaves_thoughts_empty(speaker, monkeypatch):
     """As Qwen 3's does in the last turn: the call comes behind them."""
     empty = TEMPLATE.replace("{{ message.content }}", "<think></think>\n{{ message.content }}")
@@ -93,11 +115,20 @@ def test_marks_that_are_tokens(speaker, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (TEMPLATE.replace(WRITTEN, "{{ 1 / 0 }}"), "which refuses a call behind this conversation"),
-        (TEMPLATE.replace(WRITTEN, "<a>0</a>"), "which does not write a call's arguments as JSON"),
-        (TEMPLATE.replace(WRITTEN, f"{WRITTEN}{WRITTEN}"), "which does not write a call's argume"),
-        (TEMPLATE.replace("<tool_call>", "<call>"), "which the model's response_template does not"),
-        (f"{TEMPLATE} ", "in which no call can be the answer to this conversation"),
+        (
+            TEMPLATE.replace(WRITTEN, "{{ 1 / 0 }}"),
+            "which refuses a call of 'add' here: division by zero",
+        ),
+        (TEMPLATE.replace(WRITTEN, "<a>0</a>"), "which does not write the arguments of a call"),
+        (
+            TEMPLATE.replace(WRITTEN, f"{WRITTEN}{WRITTEN}"),
+            "which does not write the arguments of a ca",
+        ),
+        (
+            TEMPLATE.replace("<tool_call>", "<call>"),
+            "which writes a call of 'add' as the response_template",
+        ),
+        (f"{TEMPLATE} ", "in which a call of 'add' can't be the answer to this conversati"),
     ],
 )
 def test_templates_that_do_not_show_it(speaker, monkeypatch, template, why):

@@ -118,14 +118,42 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "tools": [{"function": {"name": "f", "parameters": {"not": {}}}}],
             "tool_choice": "required",
         },
-        'tool_choice can\'t be used: failed to compile JSON schema: Unimplemented keys: ["not"]',
+        'tools[0].function.parameters can\'t be used: Unimplemented keys: ["not"]',
+    ),
+    (
+        {
+            "tools": [
+                {"function": {"name": "f"}},
+                {"function": {"name": "g", "parameters": {"type": ["array", "string"]}}},
+            ],
+            "tool_choice": {"function": {"name": "g"}},
+        },
+        "tools[1].function.parameters.type must be 'object', got ['array', 'string']",
+    ),
+    (
+        {
+            "tools": [
+                {
+                    "function": {
+                        "name": "f",
+                        "parameters": {"required": ["a"], "properties": {"a": False}},
+                    }
+                }
+            ],
+            "tool_choice": "required",
+        },
+        "tools[0].function.parameters can't be used: Unsatisfiable schema: required property 'a'",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+        "tool_choice.type is not supported, only 'function'; got 'allowed_tools'",
     ),
     (
         {
             "tools": [{"function": {"name": "f", "parameters": {"x-guidance": 3}}}],
             "tool_choice": "required",
         },
-        "tools can't be used: x-guidance must be an object, got 3",
+        "tools[0].function.parameters can't be used: x-guidance must be an object, got 3",
     ),
     ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true with tools"),
 ]

@@ -265,6 +265,22 @@ def test_dead_ends_in_a_draft_are_no_errors(checkpoint, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("lenience", [1, 0.5])
+@pytest.mark.parametrize(
+    "how", [{"lookup": 8, "block_size": 1}, {"block_size": 4}, {"draft": "solver"}]
+)
+@pytest.mark.parametrize("stop", ["a", "b", "c"])
+def test_a_dead_end_behind_the_end_is_no_error(networks, how, stop) -> None:
+    """That is reached only where the answer has to go on."""
+    model = networks["llama"]
+    dead = f'start: "abc" <[{model.mask_token_id}]>'
+    told: Any = {"grammar": dead, "stop": stop, "max_new_tokens": 3}
+    exact, drafted = pair(model, [[65, 66], [67]], None, **told, **how)
+    assert [one.text for one in exact] == ["abc".partition(stop)[0]] * 2
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in exact]
+    with pytest.raises(ValueError, match="grammar can't be followed: no token can come next"):
+        generate(model, [[65]], grammar=dead, mode="verified", **how)
+
+
 def test_the_mask_token_is_never_said(checkpoint, lenience) -> None:
     model = setblock.load(checkpoint("llama"), device="cpu")
     [mask] = model.tokenizer("b", add_special_tokens=False)["input_ids"]
@@ -372,6 +388,10 @@ def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
         ({"grammar": "start: a", "regex": "a"}, "regex and grammar exclude each other: give one"),
         ({"grammar": "start: a"}, 'grammar can\'t be used: unknown name: "a"'),
         ({"grammar": "a: b"}, "grammar can't be used: "),
+        (
+            {"grammar": 'start: a\n  a[max_tokens=3] : "b"'},
+            r"grammar can't be used: attributes of rules are not supported, got a\[max_tokens=3\]",
+        ),
         ({"grammar": "start: " + "(" * 10**5}, "grammar can't be used: .*too deeply nested"),
         ({"grammar": "/" * 250_001}, "grammar must have at most 250,000 characters, got 250,001"),
         ({"json_schema": 3}, "json_schema must be an object or its JSON text, got 3"),

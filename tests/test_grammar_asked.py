@@ -60,6 +60,7 @@ def test_a_schema_that_is_none(run, tmp_path, told, message) -> None:
     [
         (b"\xff", "--grammar {file} is not UTF-8"),
         (b"", "grammar can't be used: Empty grammar"),
+        (b"\xef\xbb\xbfstart: a", 'grammar can\'t be used: unknown name: "a"'),
         (None, "{file}"),
     ],
 )
@@ -68,6 +69,16 @@ def test_a_grammar_that_is_none(run, tmp_path, told, message) -> None:
     if told is not None:
         file.write_bytes(told)
     assert message.format(file=file) in run("generate", "nano", "a", "--grammar", file).error
+
+
+def test_stdin_is_one_thing(run) -> None:
+    for words in (
+        ("--grammar", "-"),
+        ("--json-schema", "-"),
+        ("--grammar", "-", "--messages", "-"),
+    ):
+        error = run("generate", "nano", *words, stdin=io.StringIO("start: a")).error
+        assert f"{words[0]} - leaves no stdin for the prompt: give PROMPT or a file" in error
 
 
 # the server
@@ -106,8 +117,9 @@ def test_the_server_says_which_form_is_too_much(client, monkeypatch) -> None:
     with pytest.raises(openai.BadRequestError, match="can't be followed") as caught:
         asked(client, response_format=asks)
     assert caught.value.param == "response_format"
-    with pytest.raises(openai.APIError, match="response_format can't be followed"):
+    with pytest.raises(openai.APIError, match="response_format can't be followed") as caught:
         list(asked(client, response_format=asks, stream=True))
+    assert (caught.value.type, caught.value.param) == ("invalid_request_error", "response_format")
     assert asked(client, regex="[0-9]").choices[0].message.content.isdecimal()
 
 

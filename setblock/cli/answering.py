@@ -146,6 +146,10 @@ def generate(
 
     Seconds count neither loading nor the warm-up (a few tokens to a one-token prompt).
     """
+    for option, file in (("--json-schema", json_schema), ("--grammar", grammar)):
+        sources = (text, prompt, prompt_file, messages, prompt_ids)
+        if str(file) == "-" and ({*map(str, sources)} == {"None"} or str(messages) == "-"):
+            raise ValueError(f"{option} - leaves no stdin for the prompt: give PROMPT or a file")
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     if messages and chat:
         raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
@@ -344,7 +348,7 @@ def _read_prompt(
 def _read_text(option: str, file: Path) -> str:
     """What the file of an option holds; "-" is stdin."""
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {file} is not UTF-8: {error}") from None
 
