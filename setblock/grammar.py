@@ -139,14 +139,10 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     name, form = next(((name, form) for name, form in asked if form is not None), ("", None))
     if form is None:
         return None
-    try:
-        from llguidance import LLMatcher, LLParserLimits
-        from llguidance.hf import from_tokenizer
-    except ImportError as error:
-        raise ImportError(f"{name} needs llguidance: {INSTALL}") from error
-    # Before 1.8 white space in JSON has no bound, whatever its pattern says.
-    if Version(found := version("llguidance")) < Version("1.8"):
-        raise ImportError(f"{name} needs llguidance 1.8 or newer, got {found}: {INSTALL}")
+    _check_library(name)
+    from llguidance import LLMatcher, LLParserLimits
+    from llguidance.hf import from_tokenizer
+
     tokenizer: Any = model.tokenizer
     ends = sorted(model.eos_token_ids, key=lambda id: (id != tokenizer.eos_token_id, id))
     if not ends:
@@ -196,12 +192,24 @@ def spaced(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raises: ValueError for one that can't be followed. Needs no tokenizer; see `compiled`."""
+    """Raises: ValueError for one that can't be followed; ImportError as `compiled`."""
+    _check_library("a schema")
     from llguidance import LLMatcher
 
     written = LLMatcher.grammar_from_json_schema(schema)
     if told := _with_room(lambda: LLMatcher.validate_grammar(written)):
         raise ValueError(_brief(told))
+
+
+def _check_library(name: str) -> None:
+    """Raises: ImportError without llguidance."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{name} needs llguidance: {INSTALL}") from error
+    # Before 1.8 white space in JSON has no bound, whatever its pattern says.
+    if Version(found := version("llguidance")) < Version("1.8"):
+        raise ImportError(f"{name} needs llguidance 1.8 or newer, got {found}: {INSTALL}")
 
 
 def _with_room(make: Callable[[], Any]) -> Any:

@@ -437,3 +437,5 @@ def test_what_a_grammar_needs(networks, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"json_schema needs llguidance: pip install '\.\[struct"):
         generate(networks["llama"], "a", json_schema={})
+    with pytest.raises(ImportError, match=r"a schema needs llguidance: pip install '\.\[struct"):
+        module.check_schema({})

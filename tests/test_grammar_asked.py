@@ -72,6 +72,8 @@ def test_a_grammar_that_is_none(run, tmp_path, told, message) -> None:
 
 
 def test_stdin_is_one_thing(run) -> None:
+    words = ("generate", "nano", "None", *SHORT, "--grammar", "-", "--json")
+    assert run(*words, stdin=io.StringIO('start: "a"')).json["text"] == "a"
     for words in (
         ("--grammar", "-"),
         ("--json-schema", "-"),

@@ -148,7 +148,8 @@ def generate(
     """
     for option, file in (("--json-schema", json_schema), ("--grammar", grammar)):
         sources = (text, prompt, prompt_file, messages, prompt_ids)
-        if str(file) == "-" and ({*map(str, sources)} == {"None"} or str(messages) == "-"):
+        unread = all(one is None for one in sources) or str(messages) == "-"
+        if str(file) == "-" and unread:
             raise ValueError(f"{option} - leaves no stdin for the prompt: give PROMPT or a file")
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     if messages and chat:
