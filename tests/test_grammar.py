@@ -264,7 +264,6 @@ def test_dead_ends_in_a_draft_are_no_errors(checkpoint, tmp_path) -> None:
     assert any(type(one) is tuple for one in exact)
 
 
-@pytest.mark.parametrize("lenience", [1, 0.5])
 @pytest.mark.parametrize(
     "how", [{"lookup": 8, "block_size": 1}, {"block_size": 4}, {"draft": "solver"}]
 )
@@ -281,6 +280,7 @@ def test_a_dead_end_behind_the_end_is_no_error(networks, how, stop) -> None:
         generate(model, [[65]], grammar=dead, mode="verified", **how)
 
 
+@pytest.mark.parametrize("lenience", [1, 0.5])
 def test_the_mask_token_is_never_said(checkpoint, lenience) -> None:
     model = setblock.load(checkpoint("llama"), device="cpu")
     [mask] = model.tokenizer("b", add_special_tokens=False)["input_ids"]
