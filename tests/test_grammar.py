@@ -272,7 +272,7 @@ def test_a_dead_end_behind_the_end_is_no_error(networks, how, stop) -> None:
     """That is reached only where the answer has to go on."""
     model = networks["llama"]
     dead = f'start: "abc" <[{model.mask_token_id}]>'
-    told: Any = {"grammar": dead, "stop": stop, "max_new_tokens": 3}
+    told: Any = {"grammar": dead, "stop": stop, "max_new_tokens": 9}
     exact, drafted = pair(model, [[65, 66], [67]], None, **told, **how)
     assert [one.text for one in exact] == ["abc".partition(stop)[0]] * 2
     assert [one.token_ids for one in drafted] == [one.token_ids for one in exact]
