@@ -9,13 +9,24 @@ if TYPE_CHECKING:
     from setblock.loading import load
     from setblock.model import Model
     from setblock.names import ModelError
+    from setblock.prompt_cache import PromptCache
 
-__all__ = ["Generation", "Model", "ModelError", "Reveal", "generate", "load", "stream"]
+__all__ = [
+    "Generation",
+    "Model",
+    "ModelError",
+    "PromptCache",
+    "Reveal",
+    "generate",
+    "load",
+    "stream",
+]
 
 _HOMES = {
     "Generation": "generation",
     "Model": "model",
     "ModelError": "names",
+    "PromptCache": "prompt_cache",
     "Reveal": "generation",
     "generate": "generation",
     "load": "loading",

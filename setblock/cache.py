@@ -1,5 +1,6 @@
 """Keys and values of clean tokens while decoding: PrefixCache, on transformers' cache interface."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,9 @@ class PrefixCache(Cache):
         self.lengths: Int[ndarray, " batch"] = np.zeros(batch, dtype=np.int64)
         self.there = torch.from_numpy(self.lengths)  # on the device, since the first `locate`
         self.keepable: Int[ndarray, " batch"] | None = None
-        super().__init__(layers=[_PrefixLayer(self.slots, memory, i) for i in range(num_layers)])
+        self.restored = 0  # tokens of each prefix that no forward of this cache has encoded
+        self._own = [_PrefixLayer(self.slots, memory, i) for i in range(num_layers)]
+        super().__init__(layers=list(self._own))
 
     def stage(self, queries: Layout) -> None:
         """Say what the next forward writes; on the device `locate` says where.
@@ -189,8 +192,7 @@ class PrefixCache(Cache):
             )
         if slots.end > self.memory.room:
             self.memory.grow(slots.end)
-            for layer in self.layers:
-                assert isinstance(layer, _PrefixLayer)
+            for layer in self._own:
                 layer.grown()
         slots.alike = slots.grain == 1 and bool((self.lengths == slots.longest).all())
         # Only a run of clean tokens that starts in its own place can extend the prefix.
@@ -230,6 +232,32 @@ class PrefixCache(Cache):
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
 
+    def saved(self, count: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values of the first `count` tokens of the first row's prefix, copied, of each
+        layer that has any: [heads, count, width].
+        """
+        assert count <= self.lengths[0], f"a prefix of {self.lengths[0]} tokens has no {count}"
+        return [
+            (layer.keys[0, :, :count].clone(), layer.values[0, :, :count].clone())
+            if layer.is_initialized
+            else None
+            for layer in self._own
+        ]
+
+    def restore(self, saved: Sequence[tuple[Tensor, Tensor] | None], count: int) -> None:
+        """Begin with the first `count` tokens that a cache of one row has saved."""
+        assert len(self.lengths) == 1, f"one row, but the cache has {len(self.lengths)}"
+        assert not self.lengths.any(), "restore() is for an empty cache"
+        if count > self.memory.room:
+            self.memory.grow(count)
+        for layer, pair in zip(self._own, saved, strict=True):
+            if pair is not None:
+                layer.lazy_initialization(*(states[None] for states in pair))
+                layer.keys[0, :, :count] = pair[0][:, :count]
+                layer.values[0, :, :count] = pair[1][:, :count]
+        self.lengths = np.full_like(self.lengths, count)
+        self.restored = count
+
     def select(self, rows: Int[ndarray, " rows"]) -> None:
         """Keep only these rows, in this order, each once, at the front of the memory.
 
@@ -239,8 +267,7 @@ class PrefixCache(Cache):
         self.keepable = None if self.keepable is None else self.keepable[rows]
         [moved] = (rows != np.arange(len(rows))).nonzero()
         places, sources = to_device(self.there.device, moved, rows[moved])
-        for layer in self.layers:
-            assert isinstance(layer, _PrefixLayer)
+        for layer in self._own:
             layer.select(places, sources, len(rows))
 
     def visible(self, queries: Layout, window: int | None) -> Bool[Tensor, "batch 1 length cache"]:

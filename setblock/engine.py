@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 from transformers.cli.serving.utils import GenerateManager, GenerationState
@@ -13,6 +13,7 @@ from setblock.calls import Hearing
 from setblock.fields import Asked, Refused
 from setblock.generation import Generation, Reveal, settings_for, stream
 from setblock.model import Model
+from setblock.prompt_cache import PromptCache
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,10 @@ class Stream:
 class Engine(GenerateManager):
     """Answers one request at a time, on a thread of its own, in the order in which they came."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, prompt_cache: PromptCache | None = None) -> None:
+        """prompt_cache: what requests leave for later ones; None for nothing."""
         super().__init__()
-        self.model = model
+        self.model, self.prompt_cache = model, prompt_cache
         self.ending = threading.Event()  # the process is told to end
         self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
 
@@ -70,18 +72,19 @@ class Engine(GenerateManager):
 
         def run() -> None:
             try:
-                for reveal in reveals:
-                    if listener is not None:
-                        for part in listener.hear(reveal.text, reveal.generation is not None):
-                            put(part)
-                    elif reveal.text:
-                        put(reveal.text)
-                    if reveal.generation is not None:
-                        streamed.total_tokens = reveal.generation.num_tokens
-                        self._finish(request_id, gen_config, reveal.generation)
-                    if gen_config.left.is_set():
-                        self.done.pop(request_id, None)
-                        return
+                with closing(reveals):
+                    for reveal in reveals:
+                        if listener is not None:
+                            for part in listener.hear(reveal.text, reveal.generation is not None):
+                                put(part)
+                        elif reveal.text:
+                            put(reveal.text)
+                        if reveal.generation is not None:
+                            streamed.total_tokens = reveal.generation.num_tokens
+                            self._finish(request_id, gen_config, reveal.generation)
+                        if gen_config.left.is_set():
+                            self.done.pop(request_id, None)
+                            return
             except Refused as error:
                 put(Failed(error))
             except Exception as error:
@@ -99,8 +102,9 @@ class Engine(GenerateManager):
         reveals = self._unless_ending(self._begin(processor, inputs, gen_config), gen_config)
 
         def run() -> Generation:
-            found = (one.generation for one in reveals)
-            generation = next(one for one in found if one is not None)
+            with closing(reveals):
+                found = (one.generation for one in reveals)
+                generation = next(one for one in found if one is not None)
             if isinstance(processor, Hearing):
                 processor.parts = processor.listener.hear(generation.text, ended=True)
             return generation
@@ -128,13 +132,15 @@ class Engine(GenerateManager):
                         f"got {len(ids)} tokens",
                     )
             given["max_new_tokens"] = limit
-            return iter(stream(model, [ids], **given))
+            return iter(stream(model, [ids], prompt_cache=self.prompt_cache, **given))
         except (ValueError, TypeError) as error:
             raise _refusal(error, asked) from None
 
-    def _unless_ending(self, reveals: Iterator[Reveal], asked: Asked) -> Iterator[Reveal]:
+    def _unless_ending(
+        self, reveals: Iterator[Reveal], asked: Asked
+    ) -> Generator[Reveal, None, None]:
         """The reveals up to the answer's last; raises Refused once the process is told to end, and
-        for a form of the answer that turns out to be too much on the way.
+        for a form of the answer that turns out to be too much on the way. To be closed.
         """
         going = True
         while going:
@@ -155,6 +161,7 @@ class Engine(GenerateManager):
         settings = generation.settings
         told = {
             "mode": settings.mode,
+            "cached_tokens": generation.cached_tokens,
             "forwards": generation.nfe,
             "tokens_per_forward": generation.tokens_per_forward,
             "prefill_s": generation.prefill_s,

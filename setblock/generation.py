@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -16,6 +17,7 @@ from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.pieces import TextPieces
+from setblock.prompt_cache import PromptCache
 from setblock.sampling import Sampler
 from setblock.settings import FORMATS, Settings
 from setblock.solvers import Solver, parse
@@ -196,6 +198,7 @@ class Generation:
 
     nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
     prefill_forwards: of the batch's longest prompt, see `Rows.encode`.
+    cached_tokens: of the prompt, those that a prompt_cache knew.
     reveal_step: for each token the forward (1 .. nfe) that revealed it.
     entropy: for each token the entropy in nats of what was predicted there, without temperature.
     prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
@@ -214,6 +217,7 @@ class Generation:
     prefill_s: float
     decode_s: float
     settings: Settings
+    cached_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -254,6 +258,7 @@ def generate(
     *,
     chat: bool = False,
     batch_size: int | None = None,
+    prompt_cache: PromptCache | None = None,
     **options: Unpack[Options],
 ) -> list[Generation]:
     """One `Generation` per prompt, in the order given.
@@ -262,11 +267,14 @@ def generate(
     chat template), or lists of token ids, which are used as they are.
     chat: put each text into the tokenizer's chat template as a user's turn.
     batch_size: rows decoded together at most, None for all; the tokens do not depend on it.
+    prompt_cache: what earlier calls with it have encoded, of prompts that begin alike, is not
+    encoded again, and this call's is added. Of one prompt, or with batch_size 1.
     Raises: ValueError for options out of range, and, before any forward, for an empty prompt of a
     model without BOS or one that leaves too little room in the model's context.
     """
     ids = encode(model, prompts, chat)
-    results = dict(finished(model, ids, batch_size, **options))
+    reveals = _stream(model, ids, batch_size, options, text=False, prompt_cache=prompt_cache)
+    results = dict(_ended(reveals))
     return [results[row] for row in range(len(ids))]
 
 
@@ -282,7 +290,10 @@ def finished(
     ids: as `encode` gives them.
     skip: rows that need no answer; what is decoded together with others is decoded all the same.
     """
-    reveals = _stream(model, ids, batch_size, options, text=False, skip=skip)
+    return _ended(_stream(model, ids, batch_size, options, text=False, skip=skip))
+
+
+def _ended(reveals: Iterator[Reveal]) -> Iterator[tuple[int, Generation]]:
     return ((reveal.row, reveal.generation) for reveal in reveals if reveal.generation is not None)
 
 
@@ -292,10 +303,16 @@ def stream(
     *,
     chat: bool = False,
     batch_size: int | None = None,
+    prompt_cache: PromptCache | None = None,
     **options: Unpack[Options],
 ) -> Iterator[Reveal]:
-    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`."""
-    return _stream(model, encode(model, prompts, chat), batch_size, options, text=True)
+    """Every row's tokens and text, forward by forward; arguments and errors as for `generate`.
+
+    What a prompt_cache gets of an answer that is not taken to its end it has once the iterator is
+    closed.
+    """
+    ids = encode(model, prompts, chat)
+    return _stream(model, ids, batch_size, options, text=True, prompt_cache=prompt_cache)
 
 
 def _stream(
@@ -305,11 +322,16 @@ def _stream(
     options: Options,
     text: bool,
     skip: Collection[int] = (),
+    prompt_cache: PromptCache | None = None,
 ) -> Iterator[Reveal]:
     """text: whether each piece of a text is wanted, or its end alone."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     size = max(min(batch_size or len(ids), len(ids)), 1)
+    if prompt_cache is not None and size > 1:
+        raise ValueError(
+            f"prompt_cache is for one row at a time: batch_size must be 1, got {size} rows together"
+        )
     settings = settings_for(model, size, **options)
     if settings.mode not in model.told and not settings.copies_alone:
         model.told.add(settings.mode)
@@ -330,7 +352,7 @@ def _stream(
         reveal
         for rows in batches(ids, size)
         if not set(rows) <= set(skip)
-        for reveal in _stream_batch(model, ids, rows, settings, in_pieces, grammar)
+        for reveal in _stream_batch(model, ids, rows, settings, in_pieces, grammar, prompt_cache)
     )
 
 
@@ -430,6 +452,7 @@ def _stream_batch(
     settings: Settings,
     in_pieces: bool,
     grammar: Grammar | None,
+    prompt_cache: PromptCache | None,
 ) -> Iterator[Reveal]:
     """Decode these rows together, to their ends; their texts in pieces, or with the last alone.
 
@@ -439,6 +462,12 @@ def _stream_batch(
     if grammar is not None:
         state.follow(grammar)
     begin = time.perf_counter()
+    with nullcontext() if prompt_cache is None else prompt_cache.lent(state):
+        yield from _decoded(state, begin, in_pieces)
+
+
+def _decoded(state: Rows, begin: float, in_pieces: bool) -> Iterator[Reveal]:
+    """What each forward brings. begin: when the first one was begun."""
     prefill_s = None
     pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
     answers: dict[int, list[int]] = {row: [] for row in pieces}
@@ -521,4 +550,5 @@ def _finish(
         prefill_s=prefill_s,
         decode_s=decode_s,
         settings=state.settings,
+        cached_tokens=state.cache.restored,
     )

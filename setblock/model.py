@@ -214,7 +214,8 @@ class Model:
             wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
                 self.watch(cache.lengths.tolist(), layout, wanted)
-            if wanted and tokens.shape[1] <= MOST_COMPILED and cache.lengths.min() > 0:
+            behind = cache.lengths.min() > cache.restored  # a prompt that has been encoded
+            if wanted and tokens.shape[1] <= MOST_COMPILED and behind:
                 run, replayed = self._compiled or self._run, self._graphs
             cache.stage(layout)
         whole = logits_at is None

@@ -47,6 +47,7 @@ from setblock.fields import (
     without_nulls,
 )
 from setblock.model import Model
+from setblock.prompt_cache import MOST_TOKENS, PromptCache
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ class Answers:
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.pop(request_id, None)
-        return JSONResponse({**json.loads(response.body), "setblock": told})
+        return JSONResponse(_telling(json.loads(response.body), told))
 
     def _build_chunk_sse(self, request_id: str = "", *args: Any, **given: Any) -> str:
         if isinstance(failed := given.get("content", given.get("text")), Failed):
@@ -235,7 +236,7 @@ class Answers:
             return line
         del self.generation_state.engine.done[request_id]
         chunk = json.loads(line.removeprefix("data: "))
-        return f"data: {json.dumps({**chunk, 'setblock': told})}\n\n"
+        return f"data: {json.dumps(_telling(chunk, told))}\n\n"
 
 
 class Chat(Answers, ChatCompletionHandler):
@@ -339,14 +340,18 @@ class Completions(Answers, CompletionHandler):
         return {"prompt": [body["prompt"]]}
 
 
-def build(model: Model, name: str, block_size: int | None = None) -> FastAPI:
+def build(
+    model: Model, name: str, block_size: int | None = None, prompt_cache: int = MOST_TOKENS
+) -> FastAPI:
     """The ASGI application that serves the model under this name.
 
     block_size: of a request that names none, as if it did: what `tune` wrote into the checkpoint,
     and arithmetic, give way to it, as they do not to the model's defaults.
+    prompt_cache: tokens of prompts and answers whose keys and values are kept for later requests
+    that begin alike.
     """
     transformers.logging.set_verbosity_error()
-    engine = Engine(model)
+    engine = Engine(model, PromptCache(prompt_cache) if prompt_cache else None)
     served, state = Served(model, name, block_size), State(engine)
     handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters}
     del handlers["enable_cors"]
@@ -397,6 +402,12 @@ def _error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         status, told = error.status_code, error.detail
     return JSONResponse(_body(told, status), status)
+
+
+def _telling(body: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """The answer, or the last chunk of its stream, with what the engine tells of it."""
+    cached = {"prompt_tokens_details": {"cached_tokens": told.pop("cached_tokens")}}
+    return {**body, "usage": {**body["usage"], **cached}, "setblock": told}
 
 
 def _body(told: Any, status: int = 500) -> dict[str, Any]:

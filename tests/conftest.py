@@ -54,8 +54,8 @@ MIXED = ["sliding_attention", "full_attention"]
 # and shapes of arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
     *("answers", "architectures", "benchmark", "calls", "calls_refusals", "chain", "cli_tune"),
-    *("decode", "finetune", "graphs", "plan", "serve", "speedup", "train_families", "transfer"),
-    *("tune", "verified"),
+    *("decode", "finetune", "graphs", "plan", "prompt_cache", "serve", "speedup"),
+    *("train_families", "transfer", "tune", "verified"),
 }
 KINDS = {
     "llama": transformers.LlamaConfig(**SIZES),

@@ -27,6 +27,7 @@ class TableCache:
         self.capacity = capacity
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.staged: list[list[int]] | None = None
+        self.restored = 0
 
     @property
     def lengths(self) -> ndarray:
@@ -58,6 +59,15 @@ class TableCache:
             assert 0 <= count <= len(self.tokens[row])
             self.tokens[row] = self.tokens[row][: len(self.tokens[row]) - count]
 
+    def saved(self, count: int) -> list[int]:
+        assert count <= len(self.tokens[0])
+        return self.tokens[0][:count]
+
+    def restore(self, saved: list[int], count: int) -> None:
+        assert self.tokens == [[]]
+        assert count <= len(saved)
+        self.tokens, self.restored = [saved[:count]], count
+
     def select(self, rows: ndarray) -> None:
         self.tokens = [self.tokens[row] for row in rows.tolist()]
         self.staged = None if self.staged is None else [self.staged[row] for row in rows.tolist()]
@@ -77,6 +87,7 @@ class TableModel(Model):
         assert next_token.shape == (self.context_length, self.vocab_size, self.vocab_size)
         assert self.vocab_size <= 3 + len(LETTERS)
         self.chooses_mode = True
+        self.network = torch.nn.Module()  # by which a model is known
         self.name, self.trained, self.defaults = "table", True, dict(DEFAULTS)
         self.told, self.context_note = set(), ""
         self.base = None

@@ -182,6 +182,27 @@ def test_structured(tmp_path, monkeypatch):
         assert not script.fits(text)
 
 
+def test_conversation(tmp_path, monkeypatch):
+    script, run_here = imported(monkeypatch, "conversation")
+    out = tmp_path / "record.json"
+    few = ("--model", "nano", "--turns", 2, "--tokens", 100, "--max-new-tokens", 20)
+    table = run_here(*few, "--repeats", 2, "--out", out)
+    lines = json.loads(out.read_text())["results"]
+    assert [one["turn"] for one in lines] == [1, 2]
+    assert lines[0]["cached_tokens"] == 0
+    assert 100 < lines[0]["prompt_tokens"] <= lines[1]["cached_tokens"] < lines[1]["prompt_tokens"]
+    for one, row in zip(lines, table.splitlines()[-2:], strict=True):
+        assert all(len(one[f"{way}_prefill_s"]) == 2 for way in script.WAYS)
+        assert f"| {one['prompt_tokens']} | {one['cached_tokens']} |" in row
+
+    def shorter(*given, prompt_cache: Any, max_new_tokens: int) -> Any:
+        return generate(*given, max_new_tokens=max_new_tokens if prompt_cache is None else 3)
+
+    monkeypatch.setattr(script.setblock, "generate", shorter)
+    told = run_here(*few, "--repeats", 1, code=1)
+    assert "an answer with a prompt cache had other tokens than without" in told
+
+
 def test_nano_lossless(tmp_path):
     """One problem of two families is enough for every setting to run."""
     few = ("--limit", 1, "--latency-limit", 1, "--batch-size", 1, "--workers", 1)

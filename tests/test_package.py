@@ -52,7 +52,7 @@ LEVELS = (
     ("model", "totals", "timelimit", "order"),
     ("trial", "grammar"),
     ("loading", "decode", "pieces", "views", "forced"),
-    ("verified", "likelihood", "train", "calls"),
+    ("verified", "likelihood", "train", "calls", "prompt_cache"),
     ("generation", "vllm"),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     (

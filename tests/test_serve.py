@@ -98,7 +98,7 @@ def test_a_message_of_the_client_may_have_fields_that_are_null(client):
     )
     assert "".join(one.choices[0].delta.content or "" for one in stream) == said.content
     assert follows[0].choices == follows[1].choices
-    assert follows[0].usage == follows[1].usage
+    assert follows[0].usage.prompt_tokens == follows[1].usage.prompt_tokens
 
 
 def test_requests_of_one_name(address):
@@ -171,6 +171,24 @@ def test_the_model_goes_on_with_a_last_message_of_its_own(client, nano):
     assert begin
     assert begin + answer.choices[0].message.content == whole.text
     assert answer.usage.prompt_tokens == whole.prompt_tokens + len(whole.token_ids) // 2
+
+
+def test_a_conversation_that_goes_on_is_encoded_from_there_on(client, nano):
+    messages: list[Any] = [{"role": "user", "content": QUESTIONS[1]}]
+    known = 0
+    for stream in (False, True, False):
+        given: Any = {"model": "nano", "messages": messages, "max_tokens": 40}
+        [expected] = generate(nano, [messages], max_new_tokens=40)
+        if stream:
+            pieces, answer = streamed(client.chat.completions.create(stream=True, **given))
+            text = "".join(pieces)
+        else:
+            answer = client.chat.completions.create(**given)
+            text = answer.choices[0].message.content
+        assert (text, answer.usage.prompt_tokens) == (expected.text, expected.prompt_tokens)
+        assert known <= answer.usage.prompt_tokens_details.cached_tokens < expected.prompt_tokens
+        known = expected.prompt_tokens
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More?"}]
 
 
 @pytest.mark.parametrize("mode", ["sbd", "ntp", "verified"])

@@ -163,7 +163,7 @@ def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint,
     tuned = {"trained": True, "mode": "verified", "verified": {"block_size": 8, "branches": 1}}
     folder, sizes = checkpoint("llama", settings=tuned), []
 
-    def answers(model: Model, ids: Any, **options: Any) -> Any:
+    def answers(model: Model, ids: Any, prompt_cache: Any, **options: Any) -> Any:
         sizes.append(settings_for(model, **options).block_size)
         return stream(model, ids, **options)
 
@@ -179,6 +179,23 @@ def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint,
     assert (told["mode"], told["block_size"], sizes) == ("verified", 4, [4, 2])
     run("serve", folder, "--port", "0")
     assert sizes[2:] == [8, 2]
+
+
+def test_how_much_of_earlier_prompts_is_kept(run, trained, monkeypatch):
+    found = []
+
+    def ask(server: Any, sockets: Any) -> None:
+        with TestClient(server.config.app) as client:
+            for _ in range(2):
+                body = {"prompt": "hi secret", "max_tokens": 1, "mode": "ntp"}
+                usage = client.post("/v1/completions", json=body).json()["usage"]
+                found.append(usage["prompt_tokens_details"]["cached_tokens"])
+
+    monkeypatch.setattr("uvicorn.Server.run", ask)
+    for words in ((), ("--prompt-cache", "4"), ("--prompt-cache", "0")):
+        run("serve", trained, "--port", "0", *words)
+    assert found == [0, len("hi secret"), 0, 4, 0, 0]  # and BOS, but not the last one
+    assert "greater than or equal to 0" in run("serve", trained, "--prompt-cache", "-1").error
 
 
 def test_blocks_slide_where_the_server_or_the_checkpoint_says_so(run, checkpoint, monkeypatch):
@@ -276,6 +293,10 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),
+        (
+            ["--engine", "vllm", "--prompt-cache", "0"],
+            "--prompt-cache is for engine transformers",
+        ),
         (["--engine", "vllm", "--pack", "off"], "--pack is for engine transformers"),
         (["--engine", "vllm", "--compile", "on"], "--compile is for engine transformers"),
         (["--engine", "fast"], "Invalid value for '--engine'"),

@@ -109,6 +109,17 @@ def serve(
             "--allow-untrained", help="Serve a model that was never trained for set block decoding."
         ),
     ] = False,
+    prompt_cache: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Engine transformers: tokens of earlier prompts and answers whose keys and values "
+            "are kept, so that a prompt that begins like one of them, as each turn of a "
+            "conversation does, is encoded from there on; 0 for none.",
+            show_default="16384",
+        ),
+    ] = None,
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -158,6 +169,7 @@ def serve(
 
         ours = {"--device": device, "--json": as_json, "--pack": pack}
         ours["--compile"] = compile is not Compile.off
+        ours["--prompt-cache"] = prompt_cache is not None
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
         more = ["--host", host, "--port", str(port), *(words or ())]
@@ -177,6 +189,7 @@ def serve(
         with starting(model_name):
             import uvicorn
 
+            from setblock.prompt_cache import MOST_TOKENS
             from setblock.serve import build
     except ImportError as error:
         raise ImportError(
@@ -207,7 +220,8 @@ def serve(
         if compile is not Compile.off:
             with err.status(Text(f"making kernels of {model_name}")):
                 warm_up(model, {} if chosen.mode == "ntp" else {"block_size": block_size})
-        application = build(model, model_name, block_size)
+        kept = MOST_TOKENS if prompt_cache is None else prompt_cache
+        application = build(model, model_name, block_size, kept)
         with _naming(host, port):  # another may have come first meanwhile
             listening.listen()
         place = f"[{host}]" if ":" in host else host
