@@ -307,7 +307,8 @@ class DecodeState(Rows):
         elif self.bounded:
             logits, _ = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
-        chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy
+        # A rule may change in place what it is given.
+        chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy.clone()
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:

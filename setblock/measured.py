@@ -33,8 +33,13 @@ FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 # What lines of one name may differ in.
 APART = (
     "data", "split", "task_version", "chat", "shots", "dtype", "packed", "batch_size",
-    "max_new_tokens", "seed", "top_p", "top_k", "ignore_eos", "stop", "window",
+    "max_new_tokens", "seed", "top_p", "top_k", "ignore_eos", "stop", "window", "held_out",
+    "shots_data",
 )  # fmt: skip
+
+
+# What lines that are compared have alike, besides the problems themselves.
+ON = ("task", "data_sha256", "split", "held_out", "shots", "shots_data_sha256")
 
 
 @dataclass
@@ -260,12 +265,20 @@ def _accepted(samples: Sequence[Sample]) -> list[float]:
 
 
 def _pair_up(found: Measured) -> None:
-    """Compare the first line on some problems with those of other records on the same ones."""
+    """Compare the first line on some problems with those of other records on the same ones: sampled
+    answers with those of the same seed, or else with greedy ones.
+    """
     firsts: dict[Any, tuple[Path, dict[str, Any], list[Sample]]] = {}
     for path, line, samples in found.samples:
-        place = [line.get(name) for name in ("task", "data_sha256", "split", "held_out", "shots")]
-        problems = (*place, frozenset((one.index, one.key) for one in samples))
-        first = firsts.setdefault(problems, (path, line, samples))
+        problems = (
+            *(line.get(name) for name in ON),
+            frozenset((one.index, one.key) for one in samples),
+        )
+        sampler = (line.get("settings") or {}).get("sampler") or {}
+        seed = sampler.get("seed") if sampler.get("temperature") else None
+        first = firsts.setdefault((problems, seed), (path, line, samples))
+        if first[0] == path:
+            first = firsts.get((problems, None), first)
         if first[0] != path:
             compared = compare(first[1], line, (first[2], samples))
             compared["first"]["line"], compared["second"]["line"] = first[1], line

@@ -76,7 +76,7 @@ class Predictions:
         if value is None:
             raise ValueError(f"predictions outside a decoding run have no {name}")
         [told] = to_device(self.logits.device, value)
-        return told
+        return told.clone()  # on a CPU it is the state's own memory
 
 
 class Certain(Predictions):
@@ -115,11 +115,11 @@ class Solver(Protocol):
 
 
 def revealed_by(solver: Solver, predictions: Predictions, masked: Positions) -> Positions:
-    """What a rule reveals, whoever wrote it.
+    """What a rule reveals, whoever wrote it; it may change `masked` in place.
 
     Raises: TypeError for what is no boolean tensor like `masked`.
     """
-    found: object = solver.reveal(predictions, masked)
+    found: object = solver.reveal(predictions, masked.clone())
     if isinstance(found, Tensor) and found.dtype == torch.bool and found.shape == masked.shape:
         return found
     got = type(found).__name__

@@ -9,7 +9,7 @@ says. Verified decoding needs no such proof: nothing but rounding parts it from 
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -177,8 +177,8 @@ def tune(
     Effects: before verified decoding is tried, model.acceptance becomes that of its drafts.
     """
     # Each prompt once, in an order of no meaning: families and years come one after the other.
-    asked = [form.prompt(one) if form else one.prompt for one in items]  # type: ignore[arg-type]
-    drawn = list({str(prompt): one for prompt, one in zip(asked, items, strict=True)}.values())
+    prompts = [form.prompt(one) if form else one.prompt for one in items]  # type: ignore[arg-type]
+    drawn = list({str(prompt): one for prompt, one in zip(prompts, items, strict=True)}.values())
     random.Random(0).shuffle(drawn)
     halves = [drawn[::2], drawn[1::2]]
     if not halves[1]:
@@ -202,14 +202,15 @@ def tune(
         found = one.answers[half]
         if not found:
             found |= {sample.index: sample for sample in known(run)}
-
-        def note(score: Score) -> None:
-            found[score.samples[-1].index] = score.samples[-1]
-            on_sample(run, score.samples[-1])
-
-        had = [found[index] for index in range(count) if index in found]
-        if len(had) < count:
-            evaluate(model, halves[half][:count], batch_size, note, form, had, **one.options)
+        for start in range(0, count, batch_size):
+            batch = range(start, min(start + batch_size, count))
+            if all(index in found for index in batch):
+                continue
+            asked = halves[half][batch.start : batch.stop]
+            # Kept once all are there: each has its share of the batch's time.
+            for sample in evaluate(model, asked, batch_size, form=form, **one.options).samples:
+                found[start + sample.index] = replace(sample, index=start + sample.index)
+                on_sample(run, found[start + sample.index])
 
     def answer_in_turns(some: Sequence[Candidate], half: int, count: int) -> None:
         """A batch of items by each, then the next: what else the machine does meets all alike."""
@@ -232,7 +233,8 @@ def tune(
     runs |= {id(one): len(runs) + number for number, one in enumerate(going)}
     for one in going:
         warm_up(one.options)
-    count = min(max(FIRST_ITEMS, len(halves[0]) // 8), len(halves[0]))
+    count = max(FIRST_ITEMS, len(halves[0]) // 8)
+    count = min(-(-count // batch_size) * batch_size, len(halves[0]))  # whole batches
     needs_right = judged and any(one["mode"] != "verified" for one in settings)
     while True:
         answer_in_turns((baseline, *going), 0, count)

@@ -211,7 +211,8 @@ class SolverDrafts(VerifiedRows):
 
         if drafting.any():
             size = self.block_size - 1
-            self._fill(logits[:, :size], context[:, :size])
+            own = logits[:, :size].clone() if verifying.any() else logits[:, :size]
+            self._fill(own, context[:, :size])  # a solver of one's own may change them in place
         longest = int(np.where(verifying, self.length, 0).max())
         _, revealed = self._verify(logits[:, : longest + 1], verifying)
         self.draft = np.where(verifying[:, None], self.model.mask_token_id, self.draft)
@@ -240,9 +241,9 @@ class SolverDrafts(VerifiedRows):
         open_slots = self._open() & self.drafting[:, None]
         [masked] = to_device(logits.device, open_slots)
         predictions = Predictions(logits, places - self.prompt_end[:, None], self.steps)
-        reveal = revealed_by(self.settings.solver, predictions, masked)
         rows = torch.from_numpy(self.rows)
         chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
+        reveal = revealed_by(self.settings.solver, predictions, masked)
         reveal, chosen = to_host(reveal, chosen)
         check_revealed(self.settings.solver, reveal, open_slots)
         self.draft = np.where(reveal, chosen, self.draft)

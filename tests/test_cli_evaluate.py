@@ -214,9 +214,10 @@ def test_evaluate_under_several_seeds(run, trained, tmp_path, monkeypatch):
     assert [one["seeds"] for one in again["pooled"]] == [[4, 0], [4, 0]]
     error = run("evaluate", trained, *words, "--seed", "4").error
     assert error == "--seed must be given once for each, got [4, 0, 4]"
-    twice = ["--solver", "fixed:2", "--solver", "fixed:2", "--mode", "sbd"]
-    error = run("evaluate", trained, *twice).error
-    assert error == "--solver must be given once for each, got ['fixed:2', 'fixed:2']"
+    twice = ["--solver", "entropy:0.1", "--solver", "entropy:1e-1", "--mode", "sbd"]
+    message = "--solver must be given once for each, got ['entropy:0.1', 'entropy:1e-1']"
+    for command in ("evaluate", "benchmark", "tune"):
+        assert run(command, trained, *twice).error == message
     assert run("evaluate", "a", "a").error == "MODEL must be given once for each, got ['a', 'a']"
 
 

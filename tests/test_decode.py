@@ -339,6 +339,52 @@ def test_a_rule_of_one_s_own_is_an_object_with_a_name():
         generate(TableModel.random(), [PROMPTS[0]], **options, solver=kind)
 
 
+class Scribbler:
+    """Reveals the surest slots; with scores and a mask of its own, or in those it is given."""
+
+    def __init__(self, own: bool, least: float) -> None:
+        self.own, self.least = own, least
+
+    def __str__(self) -> str:
+        return "scribbler"
+
+    def reveal(self, predictions: Any, masked: torch.Tensor) -> torch.Tensor:
+        given = masked, predictions.entropy, predictions.place, predictions.step, predictions.logits
+        masked, nats, place, step, logits = (one.clone() for one in given) if self.own else given
+        nats += 0.05 * place + 0.01 * step[:, None]
+        step += 1
+        place *= 0
+        logits -= logits.amax()
+        nats.masked_fill_(~masked, torch.inf)
+        masked &= (nats == nats.amin(-1, keepdim=True)) & (logits.amax() < self.least)
+        return masked
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "sbd"},
+        {"mode": "sbd", "slide": True},
+        {"mode": "verified", "draft": "solver"},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())),
+)
+def test_a_rule_may_change_what_it_is_given(how):
+    """Nothing of the run changes with it."""
+    options: Any = {"block_size": 4, "max_new_tokens": 12, "ignore_eos": True, **how}
+    model = TableModel.random()
+    found = [
+        generate(model, PROMPTS, solver=Scribbler(own, 1.0), **options) for own in (True, False)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert (one.token_ids, one.nfe, one.reveal_step, one.entropy) == (
+            *(other.token_ids, other.nfe, other.reveal_step, other.entropy),
+        )
+    if "slide" not in how:
+        with pytest.raises(ValueError, match="solver scribbler reveals none of a row's masked"):
+            generate(model, PROMPTS, solver=Scribbler(False, -1.0), **options)
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -286,6 +286,51 @@ def test_answers_are_paired_across_records(run, folder, tmp_path):
     assert f"json: {name} batch_size=2 against {name} batch_size=1" in text
 
 
+def test_sampled_answers_are_paired_with_those_of_their_seed(run, folder, tmp_path):
+    """Or with greedy ones, where there are none of it."""
+    files = [tmp_path / f"{name}.json" for name in ("ntp", "verified", "other")]
+    words = ["--task", "json", "--limit", "2", "--max-new-tokens", "8", "--temperature", "1.5"]
+    seeds = ["--seed", "3", "--seed", "4"], ["--seed", "4", "--seed", "3"], ["--seed", "5"]
+    modes = "ntp", "verified", "ntp"
+    for file, mode, some in zip(files, modes, seeds, strict=True):
+        run("evaluate", folder, *words, "--mode", mode, *some, "--out", file)
+    found = measured.read(files)
+    for pair in found.comparisons:
+        seeds = [pair[side]["settings"]["sampler"]["seed"] for side in ("first", "second")]
+        assert seeds[0] == seeds[1]
+        assert (pair["first"]["mode"], pair["second"]["mode"]) == ("ntp", "verified")
+        assert pair["identical_share"] == 1.0
+    assert len(found.comparisons) == 2
+    greedy = tmp_path / "greedy.json"
+    run("evaluate", folder, *words[:-2], "--mode", "ntp", "--out", greedy)
+    pairs = measured.read([greedy, files[2]]).comparisons
+    assert [one["first"]["settings"]["sampler"]["temperature"] for one in pairs] == [0]
+
+
+def test_problems_of_one_name_are_told_apart(run, folder, tmp_path):
+    """Held out or not; after examples of one file or another, which are not compared either."""
+    short = ["--mode", "ntp", "--limit", "2", "--max-new-tokens", "8"]
+    made = []
+    for number, words in enumerate(([], ["--held-out"])):
+        made.append(tmp_path / f"{number}.json")
+        run("evaluate", folder, "--task", "json", *short, *words, "--out", made[-1])
+    names = [measured.name_of(line) for line in measured.read(made).scores]
+    assert names == [f"{folder.name} ntp held_out={told}" for told in (False, True)]
+    rows = [{"question": f"{n} + 1?", "answer": f"So #### {n + 1}"} for n in range(6)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("asked", "some", "others")]
+    for file, first in zip(files, (0, 2, 4), strict=True):
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows[first : first + 2]))
+    made = []
+    for shots in files[1:]:
+        made.append(shots.with_suffix(".json"))
+        words = ("--task", "gsm8k", "--data", files[0], "--shots", "1", "--shots-data", shots)
+        run("evaluate", folder, *short, *words, "--out", made[-1])
+    found = measured.read(made)
+    names = [measured.name_of(line).rpartition("=")[2] for line in found.scores]
+    assert [Path(name).name for name in names] == ["some.jsonl", "others.jsonl"]
+    assert found.comparisons == []
+
+
 def test_lines_and_comparisons_of_one_name_say_the_same(run, folder, tmp_path):
     """Of two records, each with a comparison of its own."""
     files = [tmp_path / f"{name}.json" for name in ("one", "two")]

@@ -3,18 +3,20 @@
 import random
 from dataclasses import replace
 from itertools import groupby, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from setblock import generation, nano, tune
+from setblock import evaluate, generation, nano, tune
 from setblock.evaluate import Form
 from setblock.loading import load
 from setblock.roofline import ACCEPTANCE, fitted_acceptance
 from setblock.tasks import TASKS, Item
 from setblock.tune import SPEEDS, Target, Tried
 
-FEW = {"max_new_tokens": 6}
+FEW: dict[str, Any] = {"max_new_tokens": 6}
 VERIFIED = Tried(modes=["verified"])
 SOME = ("fixed:2", "fixed:3", "entropy:inf", "confidence:0.9", "prefix:0.5", "fixed:1")
 
@@ -184,6 +186,49 @@ def test_settings_answer_in_turns(model, items, judge):
     assert [set(turn) for turn in turns] == [{0}, {2}, {3}, {4}], "the baseline, then the others"
     confirming = order[4 * 8 :]
     assert [len(list(some)) for _, some in groupby(confirming)] == [8] * 8 + [4] * 4
+
+
+def test_a_batch_is_decoded_once_and_all_of_its_time_counts(model, monkeypatch):
+    """Of prompts of any length. A second is a forward."""
+    monkeypatch.setattr(nano, "check", lambda one, text: True)
+    items = [*nano.problems("json", "validation", 16), *nano.problems("lists", "validation", 16)]
+    seconds, rows, forward, start = 0, 0, type(model).forward, generation._start
+
+    def timed(*given, **more):
+        nonlocal seconds
+        seconds += 1
+        return forward(*given, **more)
+
+    def counted(model, prompts, *given):
+        nonlocal rows
+        rows += len(prompts)
+        return start(model, prompts, *given)
+
+    monkeypatch.setattr(type(model), "forward", timed)
+    monkeypatch.setattr(generation, "_start", counted)
+    monkeypatch.setattr(evaluate, "time", SimpleNamespace(perf_counter=lambda: seconds))
+    kept: dict[int, list] = {}
+    for size, told in ((3, [9, 16]), (8, [8, 16]), (16, [16, 16])):
+        kept.clear()
+        rows = 0
+        line = tune.tune(
+            model, items, Tried(["sbd"], ["fixed:2"], [4], slides=[False]),
+            Target(0.4, 0.9, "clock"), size, **FEW,
+            on_sample=lambda run, one: kept.setdefault(run, []).append(one),
+        )  # fmt: skip
+        assert [line["picked_on"], line["confirmed_on"]] == told
+        assert {run: len(some) for run, some in kept.items()} == {
+            run: told[run % 2] for run in (0, 1, 4, 5)
+        }
+        assert rows == 2 * sum(told)
+        keys = {one.key: number for number, one in enumerate(items)}
+        baseline = sorted(kept[1], key=lambda one: one.index)
+        asked = [items[keys[one.key]] for one in baseline]
+        alone = [
+            evaluate.evaluate(model, asked[first : first + size], size, mode="ntp", **FEW).wall_s
+            for first in range(0, len(asked), size)
+        ]
+        assert sum(one.wall_s for one in baseline) == sum(alone)
 
 
 def test_verified_answers_that_differ_while_picking_prove_nothing(model, items, judge):

@@ -37,6 +37,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_solvers,
     refuse_without,
     rows_of,
     starting,
@@ -174,6 +175,7 @@ def benchmark(
         from setblock.records import Journal, machine_of
         from setblock.roofline import DISPATCH_S
 
+    refuse_solvers(solver)
     texts = _texts(task, data, limit)
     request = {"model": model_name, "task": task, "data": data, "limit": limit, "repeats": repeats}
     request |= {"mode": mode, "transformers": transformers}

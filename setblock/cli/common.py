@@ -339,6 +339,15 @@ def refuse_without(mode: str, modes: Iterable[str], **given: Any) -> None:
         raise ValueError(f"{option} is for mode {mode}, and the {are} {', '.join(modes)}")
 
 
+def refuse_solvers(solvers: Sequence[str] | None) -> None:
+    """Raises: ValueError for one that is none, or is given twice, in whatever words."""
+    from setblock.solvers import parse
+
+    rules = [str(parse(one)) for one in solvers or ()]
+    if len(set(rules)) < len(rules):
+        raise ValueError(f"--solver must be given once for each, got {list(solvers or ())}")
+
+
 def rows_of(
     tasks: Sequence[str], data: str, split: str | None, usual: str, nano: str = ""
 ) -> tuple["Task", "DataRows"]:

@@ -41,6 +41,7 @@ from setblock.cli.common import (
     out,
     print_json,
     refuse_idle,
+    refuse_solvers,
     refuse_split,
     refuse_without,
     rows_of,
@@ -169,7 +170,7 @@ def evaluate(
     sampled["seed"] = None if seed == [0] else seed
     if not temperature and (useless := [name for name, value in sampled.items() if value]):
         raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
-    for name, values in (("--seed", seed), ("--solver", solver), ("MODEL", model_names)):
+    for name, values in (("--seed", seed), ("MODEL", model_names)):
         if values and len(set(values)) < len(values):
             raise ValueError(f"{name} must be given once for each, got {values}")
     with starting(*model_names):
@@ -255,6 +256,7 @@ def evaluate(
             "lenience": lenience,
         },
     }
+    refuse_solvers(solver)
     for one, values in own.items():
         refuse_without(one, modes, **values)
     for name, value in (("limit", limit), ("batch-size", batch_size)):

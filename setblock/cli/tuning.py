@@ -26,6 +26,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_solvers,
     refuse_without,
     rows_of,
     starting,
@@ -159,6 +160,7 @@ def tune(
         from setblock.records import Journal, machine_of
         from setblock.tasks import load_items
 
+    refuse_solvers(solver)
     target = tuning.Target(max_drop / 100, confidence, by)
     if write and (model_name in BUNDLED or not Path(model_name).is_dir()):
         raise ValueError(
