@@ -54,8 +54,8 @@ def test_the_checkpoint_s_own_acceptance_is_assumed(run, checkpoint):
     [
         (["--device", "toaster"], "device must be one of"),
         (["--weights", "fp1"], "weights must be one of"),
-        (["--batch", "0"], "--batch must be at least 1, got [0]"),
-        (["--kv", "-1"], "--kv must be at least 1, got [-1]"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--kv", "-1"], "--kv must be at least 1, got -1"),
         (["nowhere"], "no model 'nowhere'"),
         (["--paper", "--device", "l4"], "--paper has its own model and machine; leave out --dev"),
         (["qwen3-8b", "--paper", "--cache", "fp8"], "leave out MODEL and --cache"),

@@ -36,6 +36,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_below_one,
     refuse_idle,
     refuse_solvers,
     refuse_without,
@@ -149,15 +150,10 @@ def benchmark(
     is what a run's forwards would take by themselves. Stopped by Ctrl-C or SIGTERM, it keeps the
     rounds that were whole in the file that --out names.
     """
-    numbers = {"batch-size": batch_size or [1], "prompt-length": prompt_length or []}
-    numbers |= {"limit": [limit], "repeats": [repeats], "max-new-tokens": [max_new_tokens]}
-    for name, values in numbers.items():
-        if min(values, default=1) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {min(values)}")
-    if max(numbers["batch-size"]) > limit:
-        raise ValueError(
-            f"--batch-size {max(numbers['batch-size'])} takes more prompts than --limit {limit}"
-        )
+    sizes = batch_size or [1]
+    refuse_below_one(batch_size=sizes, prompt_length=prompt_length, limit=limit, repeats=repeats)
+    if max(sizes) > limit:
+        raise ValueError(f"--batch-size {max(sizes)} takes more prompts than --limit {limit}")
     if max_new_tokens < 2:
         raise ValueError("--max-new-tokens must be at least 2: the first is the prompt's forward's")
     if min(cached or [0]) < 0:
@@ -198,14 +194,14 @@ def benchmark(
     wide = {one.block_size for one in blocks}
     size = max(wide)
     for one, each, copies, rows in product(
-        lenience or [1], block_size or [None], lookup or [None], numbers["batch-size"]
+        lenience or [1], block_size or [None], lookup or [None], sizes
     ):
         if Mode.verified in modes:
             given: dict[str, Any] = {"lenience": one, "block_size": each, "lookup": copies}
             tell_undrafted(settings_for(model, rows, mode="verified", **given), each, rows)
     chat = model.tokenizer.chat_template is not None
     ids = encode(model, texts, chat)
-    if (rows := max(numbers["batch-size"])) > len(ids):
+    if (rows := max(sizes)) > len(ids):
         raise ValueError(f"--batch-size {rows} is more than the {len(ids)} prompts there are")
     room = model.context_length
     for name, most, more in (
@@ -222,7 +218,6 @@ def benchmark(
     record["dimensions"] = asdict(dimensions)
     record |= {"dtype": str(model.dtype).removeprefix("torch."), "packed": model.packed}
     record |= {"chat": chat, "slide": Mode.sbd in modes and blocks[0].slide, "forwards": []}
-    sizes = batch_size or [1]
     longest = max(prompt_length or map(len, ids))
     stock = None  # what transformers itself would decode with
     if model.packed and transformers:
@@ -321,10 +316,8 @@ def profile(
     takes time itself, most of all where operations are small; the table says how much.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
-    numbers = {"limit": limit, "repeats": repeats, "max-new-tokens": max_new_tokens}
-    for name, value in {**numbers, "prompt-length": prompt_length}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    refuse_below_one(limit=limit, repeats=repeats, max_new_tokens=max_new_tokens)
+    refuse_below_one(prompt_length=prompt_length)
     modes = mode or [Mode.ntp, Mode.sbd, Mode.verified]
     refuse_without(Mode.sbd, modes, solver=solver, slide=slide)
     refuse_idle(modes, block_size=block_size)

@@ -339,6 +339,14 @@ def refuse_without(mode: str, modes: Iterable[str], **given: Any) -> None:
         raise ValueError(f"{option} is for mode {mode}, and the {are} {', '.join(modes)}")
 
 
+def refuse_below_one(**given: Any) -> None:
+    """Raises: ValueError for an option below 1; a number, several, or None if it was not given."""
+    for name, told in given.items():
+        values = told if isinstance(told, Sequence) else [told]
+        if wrong := [value for value in values if value is not None and value < 1]:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {wrong[0]}")
+
+
 def refuse_solvers(solvers: Sequence[str] | None) -> None:
     """Raises: ValueError for one that is none, or is given twice, in whatever words."""
     from setblock.solvers import parse
@@ -376,6 +384,7 @@ def refuse_split(split: str | None, data: str, nano: str = "") -> None:
 def warm_up(model: "Model", options: dict[str, Any]) -> None:
     """First forwards allocate, choose and make kernels: not in the times of these options."""
     from setblock.generation import generate as answer
+    from setblock.settings import FORMATS
 
     first = (
         model.bos_token_id
@@ -385,7 +394,7 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
     few = 24 if model.compiled else 2  # as many as bring every kind of forward
     few = min(few, options.get("max_new_tokens") or few)
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
-    own |= dict.fromkeys(("json_schema", "regex", "grammar"))  # which know how an answer ends
+    own |= dict.fromkeys(FORMATS)  # which know how an answer ends
     answer(model, [[first]], **own)
 
 

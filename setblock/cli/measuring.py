@@ -40,6 +40,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_below_one,
     refuse_idle,
     refuse_solvers,
     refuse_split,
@@ -215,8 +216,7 @@ def evaluate(
                 raise ValueError(f"--{name}: perplexity reads a text at a time and decodes none")
         if data is None:
             raise ValueError("task perplexity needs its text: --data FILE")
-        if limit < 1:
-            raise ValueError(f"--limit must be at least 1, got {limit}")
+        refuse_below_one(limit=limit)
         named = {"held-out": held_out or None, "shots-data": shots_data}
         if useless := [name for name, value in named.items() if value is not None]:
             raise ValueError(f"--{useless[0]}: perplexity reads plain text")
@@ -259,9 +259,7 @@ def evaluate(
     refuse_solvers(solver)
     for one, values in own.items():
         refuse_without(one, modes, **values)
-    for name, value in (("limit", limit), ("batch-size", batch_size)):
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    refuse_below_one(limit=limit, batch_size=batch_size)
     problems: dict[str, Any]
     if form and form.data:
         problems = {form.task.name: load_items(form.task, form.data, limit)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from setblock.cli.common import JsonOption, app, err, out, print_json
+from setblock.cli.common import JsonOption, app, err, out, print_json, refuse_below_one
 
 if TYPE_CHECKING:
     from setblock.roofline import Dimensions
@@ -70,11 +70,7 @@ def roofline(
         )
     model_name = model_name or ("paper" if paper else "llama-3.1-8b")
     device = device or ("h100-paper" if paper else "h100")
-    for name, values in (
-        ("batch", batch), ("kv", kv), ("block-size", block_size), ("nfe-speedup", nfe_speedup)
-    ):  # fmt: skip
-        if any(value < 1 for value in values or []):
-            raise ValueError(f"--{name} must be at least 1, got {values}")
+    refuse_below_one(batch=batch, kv=kv, block_size=block_size, nfe_speedup=nfe_speedup)
     wide = [size for size in block_size or [2, 4, 8, 16, 32, 64] if size >= 8]  # of table 4
     if nfe_speedup and not wide:
         raise ValueError(f"--nfe-speedup is for blocks of at least 8, got blocks of {block_size}")
@@ -184,10 +180,7 @@ def plan(
 
     sizes, rates = block_size or [16], tokens_per_forward or [3.0]
     batches = list(dict.fromkeys(batch or [1, 4, 16, 64]))
-    numbers = {"batch": batches, "block-size": sizes, "prompt-length": [prompt_length]}
-    for name, values in numbers.items():
-        if min(values) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    refuse_below_one(batch=batches, block_size=sizes, prompt_length=prompt_length)
     if min(sizes) < 2:
         raise ValueError("--block-size must be at least 2: a block of 1 is mode ntp")
     if len(sizes) != len(rates) or len(set(sizes)) < len(sizes):

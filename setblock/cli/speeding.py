@@ -25,6 +25,7 @@ from setblock.cli.common import (
     out,
     print_json,
     quiet_libraries,
+    refuse_below_one,
     starting,
 )
 from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, telling
@@ -123,8 +124,7 @@ def speedup(
             "speedup runs in one process: on several GPUs call train, with torchrun or accelerate, "
             "and then tune"
         )
-    if batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+    refuse_below_one(batch_size=batch_size)
     run = TrainingRun(
         model=model_name,
         data=data or [f"own:{PROMPTS}"],

@@ -26,6 +26,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    refuse_below_one,
     refuse_solvers,
     refuse_without,
     rows_of,
@@ -148,9 +149,7 @@ def tune(
     """
     if not 0 <= max_drop < 100:
         raise ValueError(f"--max-drop must lie in 0..100 points, 100 left out, got {max_drop:g}")
-    for name, value in (("limit", limit), ("batch-size", batch_size)):
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    refuse_below_one(limit=limit, batch_size=batch_size)
     with starting(model_name):
         from setblock import evaluate, nano
         from setblock import tune as tuning
