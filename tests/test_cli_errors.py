@@ -379,6 +379,7 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
 FILES = {
     "generate": "test_cli_prompts.py test_cli_generate.py test_cli_stream.py test_cli_info.py "
     "test_grammar_asked.py",
+    "chat": "test_cli_chat.py",
     "info": "test_cli_info.py",
     "demo": "test_cli_demo.py",
     "evaluate": "test_cli_evaluate.py test_cli_profile.py",

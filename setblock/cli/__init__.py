@@ -17,6 +17,7 @@ from setblock import imported
 from setblock.cli import (  # noqa: F401  # each makes its commands known
     answering,
     benchmarking,
+    chatting,
     measuring,
     planning,
     reporting,
@@ -31,7 +32,7 @@ from setblock.signals import Stopped, stop_at_once, told
 
 # What `setblock --help` lists together, in this order.
 PANELS = {
-    "Use a model": ("generate", "demo", "info", "serve"),
+    "Use a model": ("generate", "chat", "demo", "info", "serve"),
     "Train one": ("speedup", "train", "prompts", "merge", "export"),
     "Measure": ("evaluate", "benchmark", "profile", "report"),
     "Choose settings": ("tune", "plan", "roofline"),
