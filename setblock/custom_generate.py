@@ -27,8 +27,9 @@ from setblock.model import Model
 
 # Settings of transformers' generation that are ours as well.
 SHARED = (
-    "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "eos_token_id",
-    "pad_token_id", "bos_token_id", "stop_strings", "transformers_version",
+    "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings",
+    "transformers_version",
 )  # fmt: skip
 TOP_K = 50  # where sampling is asked for without one: transformers' own default
 # Those that change no token: caches, speed, or the form that our own code fills in.
@@ -56,9 +57,10 @@ def generate(
     """The prompts followed by their answers, padded on the right, as transformers returns them.
 
     given: settings of transformers' generation that this package has too (max_new_tokens,
-    do_sample, temperature, top_p, top_k, eos_token_id, pad_token_id, stop_strings with tokenizer),
-    and our own: mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches,
-    seeds, lookup, lenience, json_schema, regex, grammar.
+    do_sample, temperature, top_p, top_k, min_p, repetition_penalty, eos_token_id, pad_token_id,
+    stop_strings with tokenizer), and our own: mode, solver, block_size, seed, slide,
+    next_token_seed, fallback, draft, branches, seeds, lookup, lenience, json_schema, regex,
+    grammar, presence_penalty, frequency_penalty.
     stopping_criteria: those that are nothing but stop texts, a length or end tokens, see _stopping.
     Without a seed, sampling takes one from torch's generator, so that torch.manual_seed holds.
     Raises: ValueError naming what is not supported or out of range.
@@ -86,10 +88,13 @@ def generate(
                 f"max_length={config.max_length} leaves no room behind {prompts.shape[1]} tokens"
             )
     options["max_new_tokens"] = limit
+    if config.repetition_penalty is not None:
+        options["repetition_penalty"] = config.repetition_penalty
     if config.do_sample:
         options["temperature"] = 1.0 if config.temperature is None else config.temperature
         options["top_p"] = 1.0 if config.top_p is None else config.top_p
         options["top_k"] = TOP_K if config.top_k is None else config.top_k
+        options["min_p"] = config.min_p or 0.0
         options.setdefault("seed", int(torch.randint(2**31, ())))
     if config.eos_token_id is not None or "eos_token_id" in given:
         ends = [] if config.eos_token_id is None else config.eos_token_id
@@ -214,8 +219,8 @@ def unsupported(settings: dict[str, Any]) -> dict[str, Any]:
 
 # Settings that are off at 1, whatever transformers' default is; others that are 0 are off as well.
 _OFF_AT_ONE = (
-    *("num_beams", "num_return_sequences", "num_beam_groups", "repetition_penalty"),
-    *("encoder_repetition_penalty", "length_penalty", "typical_p", "guidance_scale"),
+    *("num_beams", "num_return_sequences", "num_beam_groups", "encoder_repetition_penalty"),
+    *("length_penalty", "typical_p", "guidance_scale"),
 )
 
 

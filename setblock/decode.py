@@ -239,6 +239,38 @@ class Rows:
         forbidden = unpacked.flatten(-2)[..., :vocab] == 0
         return logits.masked_fill(forbidden, -torch.inf), counts
 
+    def _penalised(
+        self,
+        logits: Float[Tensor, "batch places vocab"],
+        drafts: Int[ndarray, "batch drafted"] | None = None,
+    ) -> Float[Tensor, "batch places vocab"]:
+        """Next-token logits of the places behind each row's text, with the penalties of tokens that
+        it has, and of those drafted before a place.
+
+        drafts: one token fewer than places, the mask token for none; None for text alone.
+        """
+        how = self.settings
+        if not how.penalties:
+            return logits
+        text = self.tokens[:, : int(self.start.max())]
+        place = np.arange(text.shape[1])
+        final = place < self.start[:, None]
+        said = final & (place >= self.prompt_end[:, None])
+        text, final, said = to_device(logits.device, text, final, said)
+        none = logits.new_zeros(len(logits), 1, logits.shape[-1])
+        met = none.scatter_add(2, text[:, None], final[:, None].to(none.dtype))
+        count = none.scatter_add(2, text[:, None], said[:, None].to(none.dtype))
+        if drafts is not None and drafts.shape[1]:
+            [before] = to_device(logits.device, drafts)
+            more = torch.zeros_like(logits)
+            more[:, 1:].scatter_(2, before[..., None], 1)
+            more = more.cumsum(dim=1)
+            met, count = met + more, count + more
+        factor = how.repetition_penalty
+        milder = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(met > 0, milder, logits)
+        return logits - how.frequency_penalty * count - how.presence_penalty * (count > 0)
+
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""
         return taken(self.tokens, np.minimum(position, self.tokens.shape[1] - 1))
@@ -304,8 +336,10 @@ class DecodeState(Rows):
         places = torch.from_numpy(self.rows), torch.from_numpy(slots)
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
-        elif self.bounded:
-            logits, _ = self._allowed(logits, [()] * len(logits))
+        else:
+            logits = self._penalised(logits)
+            if self.bounded:
+                logits, _ = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         # A rule may change in place what it is given.
         chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy.clone()

@@ -34,7 +34,7 @@ def export(model: Model, folder: Path) -> None:
 
     An adapter is folded in. The mask token is suppressed, so that decoding without our code,
     token by token, never says it. Of its settings of generation those that this package has not,
-    such as penalties, are left out, each with a warning.
+    such as beams, are left out, each with a warning.
     Raises: ValueError for a gated adapter and for a folder that is not empty.
     """
     if model.gated:

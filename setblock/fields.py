@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from setblock.conversations import MORE_OF_ROLE, arguments_of
+from setblock.settings import PENALTIES
 
 # Fields of a request that are options of `setblock.generate` as they are, and their values.
 OPTIONS = {
-    **dict.fromkeys(("temperature", "top_p", "fallback", "lenience"), "a number"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "fallback", "lenience"), "a number"),
+    **dict.fromkeys(PENALTIES, "a number"),
     **dict.fromkeys(("top_k", "seed", "block_size", "branches", "seeds", "lookup"), "an integer"),
     **dict.fromkeys(("mode", "solver", "draft", "regex", "grammar"), "a text"),
     **dict.fromkeys(("slide", "next_token_seed", "ignore_eos"), "true or false"),
@@ -41,7 +43,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 # Fields that are taken with a value that asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "n": (1,), "best_of": (1,),
     "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),

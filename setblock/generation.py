@@ -19,7 +19,7 @@ from setblock.names import ModelError
 from setblock.pieces import TextPieces
 from setblock.prompt_cache import PromptCache
 from setblock.sampling import Sampler
-from setblock.settings import FORMATS, Settings
+from setblock.settings import FORMATS, PENALTIES, Settings
 from setblock.solvers import Solver, parse
 from setblock.verified import BranchDrafts, SolverDrafts
 
@@ -36,14 +36,15 @@ class Options(TypedDict, total=False):
 
     mode: "sbd", "ntp" or "verified". solver: a Solver or its text, such as "entropy:0.35".
     block_size: slots of a block. max_new_tokens: default 256, or what the context leaves a row.
-    temperature: default 0, greedy. top_p, top_k: default off. seed: of the sampling noise. stop:
-    texts that end a row.
+    temperature: default 0, greedy. top_p, top_k, min_p: default off. seed: of the sampling noise.
+    stop: texts that end a row.
     ignore_eos: generate on past EOS.
     slide, next_token_seed, fallback: of mode "sbd"; draft, branches, seeds, lookup, lenience: of
     mode "verified"; see settings.Settings.
     json_schema, regex, grammar: what the whole answer has to look like, at most one of them; a
-    schema as its text or the object. Decodes in mode "verified" where the mode would be "sbd" by
-    itself.
+    schema as its text or the object. repetition_penalty, presence_penalty, frequency_penalty: of
+    tokens that the text has; default off. With any of these six, decodes in mode "verified" where
+    the mode would be "sbd" by itself.
     """
 
     mode: str | None
@@ -53,6 +54,7 @@ class Options(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
@@ -67,13 +69,20 @@ class Options(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
 
 
 # Options that other libraries' generation has as well, by whatever name; the others are ours alone.
-COMMON = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+COMMON = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
+    "ignore_eos",
+)  # fmt: skip
 OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 
 
+DRAWS = ("temperature", "top_p", "top_k", "min_p", "seed")  # options of the sampler
 BLOCKS = {"solver", "block_size", "slide", "next_token_seed", "fallback"}  # options of mode "sbd"
 
 
@@ -104,7 +113,9 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     idle = {name for name in typed.keys() & BLOCKS if typed[name] is not False}
     if "mode" not in typed and not model.chooses_mode and idle:
         given["mode"] = "sbd"
-    if not typed.keys().isdisjoint(FORMATS) and "mode" not in typed and given["mode"] == "sbd":
+    by_token = not typed.keys().isdisjoint(FORMATS)
+    by_token |= any(typed.get(name, neutral) != neutral for name, neutral in PENALTIES.items())
+    if by_token and "mode" not in typed and given["mode"] == "sbd":
         given["mode"] = "verified"
     if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
@@ -135,9 +146,7 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     solver = given.pop("solver")
     stop = given.pop("stop", ())
     stop = (stop,) if isinstance(stop, str) else stop
-    draws = {
-        name: given.pop(name) for name in ("temperature", "top_p", "top_k", "seed") if name in given
-    }
+    draws = {name: given.pop(name) for name in DRAWS if name in given}
     try:
         rule = parse(solver) if isinstance(solver, str) else solver
     except ValueError as error:

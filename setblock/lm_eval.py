@@ -24,9 +24,10 @@ except ImportError as error:
 from setblock.generation import OWN, Options, ending_at, generate, settings_for
 from setblock.grammar import compiled
 from setblock.loading import load
+from setblock.settings import PENALTIES
 
 # What a task may ask of generation; lm-eval says do_sample=False for greedy decoding.
-KNOWN = ("do_sample", "temperature", "top_p", "top_k")
+KNOWN = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # HFLM's own arguments that hold for a network that is loaded already.
 OTHERS = (
     "batch_size", "max_batch_size", "max_length", "truncation", "logits_cache", "add_bos_token",
@@ -42,8 +43,8 @@ class SetBlockLM(BASE):
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches, seeds,
-    lookup, lenience, json_schema, regex, grammar: decoding, as for `setblock.generate`; what is
-    absent comes from the checkpoint.
+    lookup, lenience, json_schema, regex, grammar, presence_penalty, frequency_penalty: decoding, as
+    for `setblock.generate`; what is absent comes from the checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """
 
@@ -92,7 +93,7 @@ class SetBlockLM(BASE):
             raise ValueError(f"generation option {unknown[0]} is not one of {', '.join(KNOWN)}")
         sample = asked.pop("do_sample", None)
         if sample is False:
-            asked = {}
+            asked = {name: asked[name] for name in asked.keys() & PENALTIES}
         elif sample and not asked.get("temperature"):
             asked["temperature"] = 1.0  # as transformers samples
         given = {name: value for name, value in asked.items() if value is not None}
@@ -146,6 +147,7 @@ class SetBlockLM(BASE):
                 "json_schema": settings.json_schema,
                 "regex": settings.regex,
                 "grammar": settings.grammar,
+                **{name: getattr(settings, name) for name in PENALTIES},
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

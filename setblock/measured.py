@@ -33,8 +33,8 @@ FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 # What lines of one name may differ in.
 APART = (
     "data", "split", "task_version", "chat", "shots", "dtype", "packed", "batch_size",
-    "max_new_tokens", "seed", "top_p", "top_k", "ignore_eos", "stop", "window", "held_out",
-    "shots_data",
+    "max_new_tokens", "seed", "top_p", "top_k", "min_p", "ignore_eos", "stop", "window",
+    "held_out", "shots_data", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 
 

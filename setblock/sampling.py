@@ -1,12 +1,13 @@
 """From logits to a token: greedy, or sampled with noise fixed by seed, row and position.
 
 The order of operations is fixed for every mode: the mask token is out already (its logit is -inf),
-divide by the temperature, apply top-k and top-p, add Gumbel noise, take the argmax. The noise of a
-position is drawn once and for all from a counter-based generator keyed by (seed, row, position), so
-the sampled text does not depend on batch size, batch slot or the order in which positions are
-revealed.
+divide by the temperature, apply top-k, top-p and min-p, add Gumbel noise, take the argmax. The
+noise of a position is drawn once and for all from a counter-based generator keyed by (seed, row,
+position), so the sampled text does not depend on batch size, batch slot or the order in which
+positions are revealed.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,17 @@ from setblock.transfer import to_device
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is picked: temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+    """How a token is picked: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all.
+
+    min_p: the least probability of a token, as a share of the likeliest one's. Source:
+        arXiv:2407.01082.
+    """
 
     temperature: float | int = 0.0
     top_p: float | int = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float | int = 0.0
 
     def __post_init__(self) -> None:
         t, p, k, seed = self.temperature, self.top_p, self.top_k, self.seed
@@ -33,6 +39,8 @@ class Sampler:
             )
         if not _is(p, float, int) or not 0 < p <= 1:
             raise ValueError(f"top_p must be a number in (0, 1], got {p!r}")
+        if not _is(self.min_p, float, int) or not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be a number in 0..1 (0 is off), got {self.min_p!r}")
         if not _is(k, int) or k < 0:
             raise ValueError(f"top_k must be an integer >= 0 (0 keeps every token), got {k!r}")
         if not _is(seed, int) or not 0 <= seed < 2**63:
@@ -69,7 +77,7 @@ class Sampler:
     ) -> Float[Tensor, "batch block vocab"]:
         """What `pick` takes the argmax of: the logits, with the noise of their places if any.
 
-        truncate: leave out what top_k and top_p leave out.
+        truncate: leave out what top_k, top_p and min_p leave out.
         """
         if self.temperature == 0:
             return logits
@@ -78,6 +86,8 @@ class Sampler:
         kept = logits / self.temperature
         if truncate:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
+            if self.min_p:  # the largest is 0
+                kept = kept.masked_fill(kept < math.log(self.min_p), -torch.inf)
         rows, position = to_device(logits.device, rows, position)
         seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
         if ids is None:

@@ -13,6 +13,8 @@ from setblock.solvers import Solver
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
 FORMATS = ("json_schema", "regex", "grammar")  # what an answer has to look like
+# What changes the logits of tokens that the text has, and the value that changes nothing.
+PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),
@@ -49,6 +51,11 @@ class Settings:
     json_schema, regex, grammar: modes "ntp" and "verified": what the whole answer has to look like,
         a JSON Schema as its text, a regular expression or a grammar in llguidance's Lark; see
         grammar.Grammar.
+    repetition_penalty: modes "ntp" and "verified": the logits of tokens that the prompt or the
+        answer has are divided by it, or multiplied where they are negative. Source:
+        arXiv:1909.05858, "Penalized sampling", as transformers has it.
+    presence_penalty, frequency_penalty: likewise; taken from the logits of tokens that the answer
+        has, the latter for each time. Source: OpenAI's API.
     """
 
     mode: str
@@ -69,6 +76,9 @@ class Settings:
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
+    repetition_penalty: float | int = 1.0
+    presence_penalty: float | int = 0.0
+    frequency_penalty: float | int = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -130,6 +140,7 @@ class Settings:
                 got = getattr(self, name)
                 raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
         self._check_formats()
+        self._check_penalties()
         longest = max(self.block_size, self.lookup + 1)
         lengths = min(self.branches or longest, longest)
         queries = longest + self.block_size * lengths * (1 + self.seeds)
@@ -169,11 +180,35 @@ class Settings:
             got = reprlib.repr(value)
             raise ValueError(f"json_schema must be an object or its JSON text, got {got}")
 
+    def _check_penalties(self) -> None:
+        for name, neutral in PENALTIES.items():
+            value = getattr(self, name)
+            above, most = (0, 100) if neutral else (-math.inf, math.inf)
+            known = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (known and above < value < most):
+                allowed = f"a number above 0 and below {most}" if neutral else "a finite number"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        if self.mode == "sbd" and (given := self.penalties):
+            name = next(iter(given))
+            raise ValueError(
+                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
+                f"before it, got {given[name]} in mode sbd"
+            )
+
+    @property
+    def penalties(self) -> dict[str, float | int]:
+        """Those that change something."""
+        told = {name: getattr(self, name) for name in PENALTIES}
+        return {name: value for name, value in told.items() if value != PENALTIES[name]}
+
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values; no solver where none has a say, no format where none is asked for."""
+        """As JSON values; no solver where none has a say, no format or penalty where none is asked
+        for.
+        """
         told = {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
-        return {k: v for k, v in told.items() if v is not None or k not in FORMATS}
+        idle = {name for name in FORMATS if told[name] is None} | PENALTIES.keys()
+        return {k: v for k, v in told.items() if k not in idle} | self.penalties
 
     @property
     def uses_solver(self) -> bool:

@@ -142,6 +142,7 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
+        logits = self._penalised(logits, self.draft[:, :longest])
         if self.bounded:  # a draft counts as far as something may follow it
             drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
             looked_at = [draft[:length] for draft, length in drafts]

@@ -54,7 +54,7 @@ MIXED = ["sliding_attention", "full_attention"]
 # and shapes of arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
     *("answers", "architectures", "benchmark", "calls", "calls_refusals", "chain", "cli_tune"),
-    *("decode", "finetune", "graphs", "plan", "prompt_cache", "serve", "speedup"),
+    *("decode", "finetune", "graphs", "plan", "penalties", "prompt_cache", "serve", "speedup"),
     *("train_families", "transfer", "tune", "verified"),
 }
 KINDS = {

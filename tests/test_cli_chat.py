@@ -43,8 +43,26 @@ def answers(model, system: str | None = None, **options: Any) -> list[str]:
             {"mode": "verified", "lookup": 4, "lenience": 0.5},
         ),
         (
-            ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "9", "--seed", "3"],
-            {"temperature": 1.5, "top_p": 0.9, "top_k": 9, "seed": 3},
+            [
+                "--temperature",
+                "1.5",
+                "--top-p",
+                "0.9",
+                "--top-k",
+                "9",
+                "--min-p",
+                "0.1",
+                "--seed",
+                "3",
+            ],
+            {"temperature": 1.5, "top_p": 0.9, "top_k": 9, "min_p": 0.1, "seed": 3},
+        ),
+        (
+            [
+                *("--repetition-penalty", "1.3", "--presence-penalty", "0.5"),
+                *("--frequency-penalty", "0.2"),
+            ],
+            {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

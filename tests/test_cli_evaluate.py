@@ -164,8 +164,9 @@ def test_evaluate_with_sampling(run, trained):
     words = ["--task", "lists", "--limit", "3", "--batch-size", "2", "--dtype", "float32", *SHORT]
     words += ["--mode", "ntp", "--mode", "verified", "--json"]
     noise = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--seed", "3"]
+    noise += ["--min-p", "0.01"]
     record = run("evaluate", trained, *words, *noise).json
-    wanted = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "seed": 3}
+    wanted = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3}
     for line in record["results"]:
         assert {name: line["settings"]["sampler"][name] for name in wanted} == wanted
     [compared] = record["comparisons"]

@@ -34,6 +34,14 @@ KEYS = [
             {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "seed": 7},
         ),
         (
+            ["--temperature", "1.5", "--min-p", "0.1", "--frequency-penalty", "0.5"],
+            {"temperature": 1.5, "min_p": 0.1, "frequency_penalty": 0.5},
+        ),
+        (
+            ["--repetition-penalty", "1.3", "--presence-penalty", "-0.5"],
+            {"mode": "verified", "repetition_penalty": 1.3, "presence_penalty": -0.5},
+        ),
+        (
             ["--mode", "sbd", "--next-token-seed", "--fallback", "0.5"],
             {"mode": "sbd", "next_token_seed": True, "fallback": 0.5},
         ),

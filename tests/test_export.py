@@ -115,11 +115,25 @@ def test_sampling_takes_its_seed_from_torch(exported, network, tokenizer):
     assert first != seeded
 
 
+def test_repetition_penalty_and_min_p_are_those_of_transformers(network, tokenizer, exported):
+    """Of the call or of the checkpoint; blocks verify them."""
+    ids = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    found = new(network, ids, repetition_penalty=1.4, max_new_tokens=12)
+    assert found == ours(exported, mode="ntp", repetition_penalty=1.4, max_new_tokens=12)
+    assert found != new(network, ids, max_new_tokens=12, mode="ntp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network.generation_config, "repetition_penalty", 1.4)
+        assert new(network, ids, max_new_tokens=12) == found
+    greedy = ours(exported, max_new_tokens=12)
+    sampled = {"do_sample": True, "min_p": 1.0, "max_new_tokens": 12}
+    assert new(network, ids, **sampled) == greedy
+
+
 def test_a_given_configuration_leaves_the_rest_to_the_checkpoint(network, tokenizer, monkeypatch):
     ids = tokenizer(PROMPTS[0], return_tensors="pt")
     given = transformers.GenerationConfig(max_new_tokens=4)
-    monkeypatch.setattr(network.generation_config, "repetition_penalty", 3.0)
-    with pytest.raises(ValueError, match=r"repetition_penalty=3\.0 is not supported"):
+    monkeypatch.setattr(network.generation_config, "length_penalty", 3.0)
+    with pytest.raises(ValueError, match=r"length_penalty=3\.0 is not supported"):
         network.generate(**ids, generation_config=given)
 
 
@@ -287,7 +301,8 @@ def test_a_streamer_gets_every_token_once_in_order(exported, network, tokenizer,
     [
         ({"num_beams": 4}, "num_beams=4 is not supported"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
+        ({"length_penalty": 1.2}, "length_penalty=1.2 is not supported"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be a number above 0"),
         ({"output_scores": True}, "output_scores=True is not supported"),
         ({"logits_processor": [1]}, "logits_processor is not supported"),
         ({"assistant_model": object()}, "assistant_model is not supported"),
@@ -357,15 +372,15 @@ def test_command(run, checkpoint, tmp_path):
 
 def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, caplog):
     whole = checkpoint("llama", settings={"trained": True})
-    wanted = {"repetition_penalty": 1.05, "suppress_tokens": [5, 6], "do_sample": True, "top_k": 20}
+    wanted = {"length_penalty": 1.05, "suppress_tokens": [5, 6], "do_sample": True, "top_k": 20}
     folder = copied(whole, tmp_path / "model", "generation_config.json", **wanted)
     run("export", folder, tmp_path / "out")
     assert [record.getMessage() for record in caplog.records] == [
         f"{folder} asks for {one}, which decoding by blocks has not: left out"
-        for one in ("repetition_penalty=1.05", "suppress_tokens=[5, 6]")
+        for one in ("length_penalty=1.05", "suppress_tokens=[5, 6]")
     ]
     content = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert "repetition_penalty" not in content
+    assert "length_penalty" not in content
     assert content["suppress_tokens"] == [load(folder).mask_token_id]
     assert content["top_k"] == 20
     network = ANY.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)

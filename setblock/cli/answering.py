@@ -17,14 +17,18 @@ from setblock.cli.common import (
     DraftOption,
     DtypeOption,
     FallbackOption,
+    FrequencyOption,
     JsonOption,
     LenienceOption,
     LookupOption,
     MaskTokenOption,
+    MinPOption,
     Mode,
     ModelName,
     ModeOption,
     PackOption,
+    PresenceOption,
+    RepetitionOption,
     SeedFirstOption,
     SeedOption,
     SeedsOption,
@@ -95,6 +99,10 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
     seed: SeedOption = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
@@ -168,6 +176,10 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
         "seed": seed,
         "stop": tuple(stop or ()),
         "ignore_eos": ignore_eos,
@@ -249,6 +261,8 @@ def generate(
 
 def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
     """The JSON form of a result; solver, block_size and draft are null where they are not used."""
+    from setblock.settings import PENALTIES
+
     settings = generation.settings
     return {
         "text": generation.text,
@@ -283,6 +297,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "json_schema": settings.json_schema and json.loads(settings.json_schema),
         "regex": settings.regex,
         "grammar": settings.grammar,
+        **{name: getattr(settings, name) for name in PENALTIES},
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,

@@ -208,6 +208,39 @@ TopPOption = Annotated[
 TopKOption = Annotated[
     int, typer.Option(help="Sample from this many tokens; 0 is all.", rich_help_panel=SAMPLING)
 ]
+MinPOption = Annotated[
+    float,
+    typer.Option(
+        help="Sample from tokens of at least this share of the likeliest one's probability; 0 is "
+        "off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionOption = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        help="Modes ntp and verified: divide the logits of tokens that the prompt or the answer "
+        "has, multiply negative ones; 1 is off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+PresenceOption = Annotated[
+    float,
+    typer.Option(
+        "--presence-penalty",
+        help="Modes ntp and verified: taken from the logits of tokens that the answer has.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+FrequencyOption = Annotated[
+    float,
+    typer.Option(
+        "--frequency-penalty",
+        help="Modes ntp and verified: the same for each time that the answer has the token.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Of the sampling noise.", rich_help_panel=SAMPLING)]
 DtypeOption = Annotated[
     Dtype | None,

@@ -25,6 +25,7 @@ from setblock.cli.common import (
     LenienceOption,
     LookupOption,
     MaskTokenOption,
+    MinPOption,
     Mode,
     PackOption,
     SeedFirstOption,
@@ -132,6 +133,7 @@ def evaluate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
     seed: Annotated[
         list[int] | None,
         typer.Option(
@@ -168,6 +170,7 @@ def evaluate(
     boundary: use a container for models you do not trust.
     """
     sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None}
+    sampled["min-p"] = min_p or None
     sampled["seed"] = None if seed == [0] else seed
     if not temperature and (useless := [name for name, value in sampled.items() if value]):
         raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
@@ -270,7 +273,7 @@ def evaluate(
     refuse_idle(modes, block_size=block_size)
     common: dict[str, Any] = {"block_size": block_size, "max_new_tokens": max_new_tokens}
     if temperature:
-        common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        common |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     if form and not form.chat:
         common["stop"] = form.task.stop
     place = {} if form else {"split": split, "held_out": held_out}
