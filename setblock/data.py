@@ -36,9 +36,12 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
             raise ValueError("--chat needs rows of prompt and completion, or of messages")
         return rows
     if tokenizer.chat_template is None:
+        way = "leave out --chat (with speedup, give --plain)"
+        if not chat:
+            way = "give the data as prompt and completion texts"
         raise ValueError(
-            "messages need a chat template, and the model's tokenizer has none: give the data as "
-            "prompt and completion texts, or a model with a template"
+            f"messages need a chat template, and the model's tokenizer has none: {way}, or train a "
+            "model with a template"
         )
     if "messages" not in first:
         # trl renders the prompt alone and knows where the completion begins; it would not say

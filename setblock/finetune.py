@@ -274,9 +274,10 @@ def _as_adapted(run: TrainingRun, model: Model) -> TrainingRun:
     if (run.method, own) == ("full", "lora"):
         return run
     if run.method != own:
+        fold = "fold it into its base by setblock merge, " if own == "lora" else ""
         raise ValueError(
-            f"{run.model} is an adapter itself: go on training it with --method {own}, or train on "
-            "its base"
+            f"{run.model} is an adapter itself: {fold}go on training it with setblock train "
+            f"--method {own}, or train on its base"
         )
     config: Any = PeftConfig.from_pretrained(str(place_of(run.model)))
     trained = config.trainable_token_indices or []

@@ -58,9 +58,9 @@ def resolve(
         found, source = tokenizer.mask_token_id, "a new token <|mask|>"
         num_rows = max(num_rows, found + 1)
         grow_embeddings(network, num_rows)
-    if found == own == free == num_rows:  # an adapter's, whose base has no row for it yet
+    if found == own == free >= num_rows:  # an adapter's, whose base has no row for it yet
         tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-        num_rows += 1
+        num_rows = found + 1
         grow_embeddings(network, num_rows)
     if not 0 <= found < num_rows:
         raise ModelError(

@@ -398,7 +398,10 @@ class Model:
         template's refusal.
         """
         if self.tokenizer.chat_template is None:
-            raise ModelError(f"{self.name} has no chat template; only plain prompts work")
+            raise ModelError(
+                f"{self.name} has no chat template; only plain prompts work (generate: without "
+                "--chat; evaluate, tune, speedup: --plain)"
+            )
         for number, turn in enumerate(turns):
             known = isinstance(turn, Mapping) and turn.keys() == {"role", "content"}
             if not (known and all(isinstance(text, str) for text in turn.values())):

@@ -186,7 +186,8 @@ def sample_prompts(
     reasons = ", ".join(f"{times} were {why}" for why, times in left_out.most_common())
     raise ValueError(
         f"only {num_found} of {count} prompts were found: of {last - first} samples {reasons}. "
-        f"Ask for fewer, or for more than max_tokens={sampling.max_tokens} where they are too long"
+        f"Ask for fewer, or for more than max_tokens={sampling.max_tokens} where they are too "
+        "long: setblock prompts --max-tokens, whose file is then the --data"
     )
 
 

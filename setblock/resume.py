@@ -48,10 +48,10 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
     found = _checkpoints(folder)
     if not resume:
         if left := left_in(folder):
-            raise ValueError(
-                f"{folder} holds an earlier run ({', '.join(left)}): go on with --resume, or "
-                "choose another output folder"
-            )
+            way = "choose another output folder"
+            if not all(map(is_cut, found)):
+                way = f"go on with --resume, or {way}"
+            raise ValueError(f"{folder} holds an earlier run ({', '.join(left)}): {way}")
         for cut in found:
             say(f"{cut} is of a run that ended while it was saved: deleted")
             if cut.is_symlink():
@@ -62,7 +62,7 @@ def last_checkpoint(folder: Path, resume: bool, say: Callable[[str], None]) -> P
         hint = ""
         if any((folder / OWN_FOLDER / f"{own}.jsonl").exists() for own in ("answers", "prompts")):
             hint = "; without --resume the same command goes on with what the model wrote"
-        elif folder.exists():
+        elif folder.exists() and not left_in(folder):
             hint = "; without --resume the same command begins anew"
         raise ValueError(f"resume: {folder} holds no checkpoint to go on from{hint}")
     broken, ranks = [], _processes(folder)
@@ -158,7 +158,8 @@ def is_finished(state: TrainerState, config: SBDConfig) -> bool:
 def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run to go on with, and the new ones that it did not have.
 
-    A setting that an earlier version did not write down is not compared.
+    A setting that an earlier version did not write down is not compared, nor is where the data lies
+    if what its rows say is.
     Raises: ValueError for others.
     """
     if not file.is_file():
@@ -169,7 +170,8 @@ def check_settings(file: Path, new: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"resume: {file} is not whole ({error}), so the settings can't be compared"
         ) from None
-    changed = [name for name in new if name in old and old[name] != new[name]]
+    compared = old.keys() & new.keys() - ({"data"} if "rows" in old.keys() & new.keys() else set())
+    changed = [name for name in new if name in compared and old[name] != new[name]]
     if changed:
         differences = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in changed)
         raise ValueError(f"resume: other settings than the run to go on with: {differences}")

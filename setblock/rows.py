@@ -198,11 +198,19 @@ def _format(row: Any, where: str, renamed: dict[str, str], formats: Formats) -> 
         hint = " (--prompt-field names another column)"
     elif "conversations" in names:
         hint = " (conversations: as messages, each of role and content)"
+    elif "prompt" in names and (named := _missing(row, renamed)):
+        hint = f" (no column {named!r})"
     elif "prompt" in names:
         hint = " (prompts alone: --answers model)"
     else:
         hint = " (--prompt-field and --completion-field name other columns)"
     raise ValueError(f"{where}: a row needs {wanted}; this one has {found or 'nothing'}{hint}")
+
+
+def _missing(row: Mapping[str, Any], renamed: dict[str, str]) -> str | None:
+    """A column that --prompt-field or --completion-field names and the row has not."""
+    usual = {"prompt", "completion"}
+    return next((name for name in renamed if name not in row and name not in usual), None)
 
 
 def _asked(row: Mapping[str, Any], where: str) -> dict[str, Any]:

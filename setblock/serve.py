@@ -365,6 +365,13 @@ def build(
     app.router.lifespan_context = lambda _: _ended_by_signals(engine)
     # What is left needs handlers that this server has not, or unloads the model.
     app.router.routes = [one for one in app.routes if getattr(one, "path", "") in PATHS]
+
+    @app.get("/v1/models/{name:path}")
+    def one_model(name: str) -> JSONResponse:
+        if name != served.name:
+            raise Refused("model", f"must be {served.name!r}, got {shown(name)}", 404)
+        return JSONResponse(served.list_models()[0])
+
     for kind in (Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _error)
     return app

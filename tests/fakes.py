@@ -164,7 +164,7 @@ class TableModel(Model):
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if chat and not self.chat:
-            raise ModelError(f"{self.name} has no chat template; only plain prompts work")
+            raise ModelError(f"{self.name} has no chat template")
         return [BOS] + [3 + LETTERS.index(letter) for letter in text]
 
     def piece(self, token: int) -> str:

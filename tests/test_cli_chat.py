@@ -184,7 +184,10 @@ def test_an_empty_answer_is_told(run, answering):
 
 def test_what_is_wrong_is_told_before_the_first_message(run, checkpoint, trained, tmp_path):
     plain = checkpoint("llama", settings={"trained": True}, chat=False)
-    assert run("chat", plain).error.endswith("has no chat template; only plain prompts work")
+    assert run("chat", plain).error.startswith(
+        f"{plain} has no chat template; only plain prompts work"
+    )
+    assert "evaluate, tune, speedup: --plain" in run("evaluate", plain, "--limit", "1").error
     assert run("chat", trained, "--max-new-tokens", "0").error == (
         "--max-new-tokens must be at least 1, got 0"
     )

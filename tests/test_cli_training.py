@@ -64,6 +64,7 @@ def test_config_file_and_typed_options(checkpoint, rows, tmp_path, monkeypatch, 
         ("chat: 1\nmodel: m\ndata: d\noutput_dir: o\n", "chat must be bool, got 1"),
         ("lora_dropout: low\nmodel: m\ndata: d\noutput_dir: o\n", "lora_dropout must be float"),
         ("max_steps: 1\nmax-steps: 2\n", "max_steps: given more than once"),
+        ("json: true\nmodel: m\n", "json says how the command answers: give --json beside"),
         ("method: half\nmodel: m\ndata: d.jsonl\noutput_dir: o\n", "one of full, lora, qlora, ga"),
     ],
 )

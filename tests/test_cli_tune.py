@@ -63,7 +63,9 @@ def test_command(run, checkpoint, tmp_path, judge, capsys, monkeypatch):
     assert record["request"]["longest"] == 16
     assert load(folder).defaults["block_size"] != 16, "written since, and of no matter for this run"
     (folder / "README.md").write_text(with_choice("", None, 1.0, "here"))
-    shown = run("tune", *words, "--resume").out
+    told = run("tune", *words, "--resume")
+    shown = told.out
+    assert "so is dtype float32, in which the folder is loaded from now on" in told.err
     assert f"{folder}/README.md still says what `setblock speedup` chose" in " ".join(shown.split())
     before = "verified, blocks of 3, 2 branches, 1 seed, lookup 4"
     assert f"written into {folder}/generation_config.json, where it was {before}" in shown

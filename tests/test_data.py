@@ -101,6 +101,9 @@ def test_columns_of_other_names(tmp_path):
     file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b", "text": "c"}])
     rows = read(file, prompt_field="question", completion_field="answer")
     assert rows == [{"prompt": "a", "completion": "b"}]
+    file = write(tmp_path / "r.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(ValueError, match=r"this one has question, answer \(no column 'answr'\)$"):
+        read(file, prompt_field="question", completion_field="answr")
 
 
 @pytest.mark.parametrize(

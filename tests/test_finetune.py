@@ -256,7 +256,9 @@ def test_merge_refuses_gated(checkpoint, rows, tmp_path, monkeypatch, capsys) ->
     assert not (tmp_path / "whole").exists()
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", "--model", tmp_path / "out", *where[2:4], "--output-dir", "x")
-    assert "train on its base" in capsys.readouterr().err
+    assert "go on training it with setblock train --method gated, or train on its base" in (
+        one_line(capsys)
+    )
 
 
 def test_parquet_and_hub_names(checkpoint, tmp_path, monkeypatch, capsys) -> None:
@@ -271,6 +273,28 @@ def test_parquet_and_hub_names(checkpoint, tmp_path, monkeypatch, capsys) -> Non
     with pytest.raises(SystemExit):
         run(monkeypatch, "train", *where[:2], "--output-dir", "x", "--data", "no-one/nothing")
     assert "can't read data 'no-one/nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["lora", "gated"])
+def test_an_adapter_on_a_base_of_fewer_embeddings_than_tokens(
+    checkpoint, rows, tmp_path, monkeypatch, capsys, method
+) -> None:
+    """Its mask token lies behind all of them, as it did in training."""
+    base = checkpoint("llama", free_rows=-2, specials=("<one>", "<other>", "<third>"))
+    words = ("--data", rows, "--method", method, "--model", base, "--output-dir", tmp_path)
+    train(monkeypatch, capsys, *words, "--learning-rate", "0.05", "--lora-rank", "4")
+    asked, model = load(base), load(tmp_path)
+    assert asked.mask_token_id == model.mask_token_id == len(asked.tokenizer) - 1
+    assert model.vocab_size == asked.vocab_size == len(asked.tokenizer)
+    tuned = load_file(tmp_path / "adapter_model.safetensors")
+    row = next(value for name, value in tuned.items() if "trainable_tokens_delta" in name)
+    embedding = model.network.get_input_embeddings()
+    seen = embedding(torch.tensor([model.mask_token_id]))
+    assert torch.allclose(seen[0], row[0], atol=1e-6)
+    assert (
+        generate(model, [[5, 6]], mode="verified", max_new_tokens=4, ignore_eos=True)[0].num_tokens
+        == 4
+    )
 
 
 @pytest.mark.parametrize(("kind", "mask"), [("llama", "<mask>"), ("llama-tied", None)])
@@ -316,7 +340,10 @@ def test_an_adapter_is_trained_further(
         return
     other = "gated" if method == "lora" else "lora"
     for wrong, message in (
-        (("--method", other), f"go on training it with --method {method}, or train on its base"),
+        (
+            ("--method", other),
+            f"go on training it with setblock train --method {method}, or train on its base",
+        ),
         (("--method", method, "--lora-rank", "5"), f"lora_rank of {first} is 4, got 5"),
         (("--method", method, "--mask-token-id", "9"), "no trained embedding of mask token 9"),
     ):

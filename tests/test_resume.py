@@ -113,11 +113,13 @@ def test_a_checkpoint_that_a_stop_cut_short_is_passed_over(tmp_path, left) -> No
 def test_a_first_checkpoint_that_a_stop_cut_short_is_none(tmp_path) -> None:
     folder, said = made(tmp_path, 4), []
     (folder / "checkpoint-4" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="without --resume the same command begins anew"):
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from$"):
         last_checkpoint(folder, True, said.append)
     assert left_in(folder) == ["checkpoint-4"], "somebody else's"
     (folder / OWN_FOLDER).mkdir()
     (folder / OWN_FOLDER / "settings.json").touch()
+    with pytest.raises(ValueError, match="without --resume the same command begins anew"):
+        last_checkpoint(folder, True, said.append)
     (folder / OWN_FOLDER / "answers.jsonl").touch()
     with pytest.raises(ValueError, match="goes on with what the model wrote"):
         last_checkpoint(folder, True, said.append)
@@ -186,6 +188,26 @@ def test_a_new_run_mixes_with_no_other(tmp_path) -> None:
     assert last_checkpoint(tmp_path / "died", False, print) is None
     with pytest.raises(ValueError, match="without --resume the same command begins anew"):
         last_checkpoint(tmp_path / "died", True, print)
+    (tmp_path / "died" / "model.safetensors").touch()  # a run without checkpoints, at its end
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from$"):
+        last_checkpoint(tmp_path / "died", True, print)
+    with pytest.raises(ValueError, match=r"\(model.safetensors\): choose another output folder$"):
+        last_checkpoint(tmp_path / "died", False, print)
+
+
+def test_data_may_lie_elsewhere(tmp_path) -> None:
+    """Where what its rows say is compared."""
+    file = tmp_path / "settings.json"
+    old = {"data": ["rows.jsonl"], "rows": "abc", "seed": 1}
+    file.write_text(json.dumps(old))
+    new = {**old, "data": ["elsewhere/rows.jsonl"]}
+    assert check_settings(file, new) == new
+    with pytest.raises(ValueError, match="other settings than the run to go on with: rows was"):
+        check_settings(file, {**new, "rows": "def"})
+    del old["rows"]
+    file.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="data was"):
+        check_settings(file, new)
 
 
 def test_settings_of_an_earlier_version_lack_what_is_new(tmp_path) -> None:

@@ -237,6 +237,22 @@ def test_stop_texts_and_ends(client, nano, stream):
         assert answer.choices[0].finish_reason == reason
 
 
+def test_the_one_model(client, nano):
+    assert client.models.retrieve("nano") == client.models.list().data[0]
+    assert client.models.retrieve("nano").max_model_len == nano.context_length
+    with pytest.raises(openai.NotFoundError, match="model must be 'nano', got 'other'"):
+        client.models.retrieve("other")
+
+
+def test_penalties_of_a_request(client, nano):
+    """Blocks have none: they are verified."""
+    options: Any = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    expected = generate(nano, QUESTIONS[0], chat=True, max_new_tokens=40, mode="ntp", **options)
+    found = chat(client, QUESTIONS[0], max_tokens=40, **options)
+    assert found.setblock["mode"] == "verified"
+    assert found.setblock["token_ids"] == list(expected[0].token_ids)
+
+
 def test_values_that_ask_for_nothing_are_taken(client):
     extra = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me"}
     extra |= {"metadata": {"run": "1"}, "top_p": None}

@@ -359,6 +359,8 @@ def _read_config(path: Path | None, own: set[str]) -> tuple[dict[str, Any], list
         for name, value in zip(spelled, content.values(), strict=True)
         if value is not None  # null: the default
     }
+    if "json" in content:
+        raise ValueError(f"{path}: json says how the command answers: give --json beside the file")
     settings = {name: value for name, value in content.items() if name in own}
     if isinstance(settings.get("data"), str):
         settings["data"] = [settings["data"]]

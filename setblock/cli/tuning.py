@@ -230,6 +230,12 @@ def tune(
     if "mode" in written:
         place = Path(model_name) / "generation_config.json"
         out.print(f"written into {place}, where it was {tuning.words(line['before'])}")
+        if "dtype" in written:
+            err.print(
+                f"so is dtype {written['dtype']}, in which the folder is loaded from now on where "
+                "no other is asked for",
+                style="yellow",
+            )
         card = place.with_name("README.md")
         if card.is_file() and SPEEDUP in card.read_text(encoding="utf-8"):
             out.print(f"{card} still says what {SPEEDUP} chose")
