@@ -2,6 +2,8 @@
 
 import pytest
 
+from setblock.cli import common
+
 # roofline
 
 
@@ -63,3 +65,13 @@ def test_the_checkpoint_s_own_acceptance_is_assumed(run, checkpoint):
 )
 def test_wrong_words_of_roofline(run, words, message):
     assert message in run("roofline", *words).error
+
+
+def test_a_narrow_terminal_has_whole_tables(run, monkeypatch):
+    words = ("plan", "llama-3.1-8b", "--device", "h200", "--batch", "1")
+    monkeypatch.setattr(common.out, "width", 80)
+    table = run(*words).out.partition("└")[0]
+    assert "tokens per" in table
+    for columns in (40, 1):
+        monkeypatch.setattr(common.out, "width", columns)
+        assert run(*words).out.startswith(table)

@@ -34,8 +34,8 @@ from setblock.cli.common import (
     busy_note,
     err,
     load_model,
-    out,
     print_json,
+    print_table,
     refuse_below_one,
     refuse_idle,
     refuse_solvers,
@@ -274,8 +274,8 @@ def benchmark(
     if as_json:
         print_json(record)
         return
-    out.print(_contenders(record["results"]))
-    out.print(_forwards(record["forwards"]))
+    print_table(_contenders(record["results"]))
+    print_table(_forwards(record["forwards"]))
     busy_note()
 
 
@@ -370,7 +370,7 @@ def profile(
         ("longer for being watched", lambda line: f"{line['overhead']:.2f}x"),
     ):
         shown.add_row(name, *map(of, lines))
-    out.print(shown)
+    print_table(shown)
 
 
 def _texts(task: str | None, data: str | None, limit: int) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from setblock import imported
@@ -28,9 +29,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+COLUMNS = 80  # of a terminal, which tables are made for
 # Names and model text are shown as they are: no [markup], no :emoji:.
 out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 err = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a table, of which some need 80 columns; on a narrower terminal its lines wrap."""
+    wide = out if out.width >= COLUMNS else Console(width=COLUMNS, highlight=False)
+    wide.print(table)
 
 
 def _version(asked: bool | None) -> None:

@@ -39,8 +39,8 @@ from setblock.cli.common import (
     busy_note,
     err,
     load_model,
-    out,
     print_json,
+    print_table,
     refuse_below_one,
     refuse_idle,
     refuse_solvers,
@@ -382,11 +382,11 @@ def _show(record: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    out.print(evaluation.table(record["results"]))
+    print_table(evaluation.table(record["results"]))
     if over_seeds := record.get("pooled"):
-        out.print(evaluation.pooled_table(over_seeds))
+        print_table(evaluation.pooled_table(over_seeds))
     if comparisons := record.get("comparisons"):
-        out.print(evaluation.comparison_table(comparisons))
+        print_table(evaluation.comparison_table(comparisons))
 
 
 def _task_form(

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from setblock.cli.common import JsonOption, app, err, out, print_json, refuse_below_one
+from setblock.cli.common import (
+    JsonOption,
+    app,
+    err,
+    out,
+    print_json,
+    print_table,
+    refuse_below_one,
+)
 
 if TYPE_CHECKING:
     from setblock.roofline import Dimensions
@@ -114,7 +122,7 @@ def roofline(
             line.append(f"{cell['value']:.3f}")
         for where, values in lines.items():
             shown.add_row(*map(str, where), *values)
-        out.print(shown)
+        print_table(shown)
 
 
 @app.command()
@@ -240,7 +248,7 @@ def plan(
     if forwards and dispatch_ms is None:
         assumed = f"{assumed.rpartition('; ')[0]}. From {measured}: in each forward {driven}"
     title = f"{place}: the quickest first"
-    out.print(_table(title, found["choices"], ("batch", *SETTING), assumed))
+    print_table(_table(title, found["choices"], ("batch", *SETTING), assumed))
     out.print("the text of mode verified is that of ntp; that of sbd may be another")
     for mode, batches_of in found["paying_batches"].items():
         if batches_of is None:
@@ -254,10 +262,10 @@ def plan(
         out.print("each token is taken to choose its experts independently of the others")
     if latency is not None:
         title = f"{latency:g} ms per token at a batch of {batches[0]} on {machine.name}"
-        out.print(_table(title, found["right_size"], ("model", *SHORT_SETTING, "meets")))
+        print_table(_table(title, found["right_size"], ("model", *SHORT_SETTING, "meets")))
     if forwards:
         names = ("batch_size", "cached", "queries", "ratio", "predicted_ratio")
-        out.print(_table("Forwards against one of one token", found["forwards"], names))
+        print_table(_table("Forwards against one of one token", found["forwards"], names))
 
 
 SETTING = (

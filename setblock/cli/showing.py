@@ -24,6 +24,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    print_table,
     refuse_idle,
     refuse_without,
     starting,
@@ -81,7 +82,7 @@ def info(
         told = format(value, shown[name]) if name in shown else str(value)
         if value is not None:  # as of a model without a base
             table.add_row(name, told)
-    out.print(table)
+    print_table(table)
 
 
 # For a bundled model that was not trained on our own problems.
@@ -170,5 +171,5 @@ def demo(
         del facts["results"]
         print_json({**facts, "model": model.name, "answers": answers, "totals": totals})
         return
-    out.print(show.table(totals))
+    print_table(show.table(totals))
     busy_note()

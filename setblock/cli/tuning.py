@@ -26,6 +26,7 @@ from setblock.cli.common import (
     load_model,
     out,
     print_json,
+    print_table,
     refuse_below_one,
     refuse_solvers,
     refuse_without,
@@ -337,7 +338,7 @@ def tell(line: dict[str, Any]) -> None:
     from setblock import tune as tuning
 
     chosen = line["chosen"]
-    out.print(_table(line["finalists"], line["by"], line["judged"]))
+    print_table(_table(line["finalists"], line["by"], line["judged"]))
     if any(one["lossless"] for one in line["finalists"]):
         out.print("verified in float32 needs no bound: its text is that of token by token")
     if any(one["rounding"] for one in line["finalists"]):
