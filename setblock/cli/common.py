@@ -31,13 +31,13 @@ app = typer.Typer(
 )
 COLUMNS = 80  # of a terminal, which tables are made for
 # Names and model text are shown as they are: no [markup], no :emoji:.
-out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-err = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+PLAIN: Any = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
+out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
 
 
 def print_table(table: Table) -> None:
     """Print a table, of which some need 80 columns; on a narrower terminal its lines wrap."""
-    wide = out if out.width >= COLUMNS else Console(width=COLUMNS, highlight=False)
+    wide = out if out.width >= COLUMNS else Console(width=COLUMNS, **PLAIN)
     wide.print(table)
 
 
