@@ -111,23 +111,17 @@ class Served:
         self, conversation: list[dict[str, Any]], **given: Any
     ) -> transformers.BatchEncoding:
         """The ids of a conversation, up to where the model speaks, as the handlers take them."""
-        own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
         tokenizer = self.model.tokenizer
         try:
             turns, ending = prepared(tokenizer.chat_template, conversation)
         except ValueError as error:
             raise Refused("messages", f"are refused: {error}") from None
-
-        def render(tools: list[dict[str, Any]] | None) -> str:
-            words = {"tokenize": False, "tools": tools, **ending, **own}
-            return str(tokenizer.apply_chat_template(turns, **words))
-
         field, plain = "messages", None
         if tools := given.get("tools"):
             with suppress(Exception):  # a template may want tools
-                plain, field = render(None), "tools"
+                plain, field = self._in_template(turns, None, ending, given), "tools"
         try:
-            text = render(tools or None)
+            text = self._in_template(turns, tools or None, ending, given)
         except Exception as error:
             raise Refused(field, f"do not fit the chat template: {refusal(error)}") from None
         if text == plain:
@@ -137,10 +131,19 @@ class Served:
 
     def rendered(self, conversation: list[dict[str, Any]], more: bool, **given: Any) -> str:
         """The text of a conversation as it is, with the model's cue if there is more to come."""
+        ending = {"add_generation_prompt": more}
+        return self._in_template(conversation, given.get("tools"), ending, given)
+
+    def _in_template(
+        self,
+        turns: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        ending: dict[str, bool],
+        given: dict[str, Any],
+    ) -> str:
         own = {name: value for name, value in given.items() if name not in FROM_HANDLER}
-        words = {"tokenize": False, "tools": given.get("tools"), "add_generation_prompt": more}
-        words |= own
-        return str(self.model.tokenizer.apply_chat_template(conversation, **words))
+        words = {"tokenize": False, "tools": tools, **ending, **own}
+        return str(self.model.tokenizer.apply_chat_template(turns, **words))
 
     def __call__(self, text: str, **_: Any) -> transformers.BatchEncoding:
         """The ids of a plain prompt."""

@@ -203,10 +203,12 @@ class Settings:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values; no solver where none has a say, no format or penalty where none is asked
-        for.
+        """As JSON values; no solver where none has a say, no format, penalty or min_p where none
+        is asked for.
         """
         told = {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
+        if not self.sampler.min_p:
+            del told["sampler"]["min_p"]
         idle = {name for name in FORMATS if told[name] is None} | PENALTIES.keys()
         return {k: v for k, v in told.items() if k not in idle} | self.penalties
 

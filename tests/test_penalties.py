@@ -193,5 +193,7 @@ def test_values_out_of_range(options, message):
 def test_records_name_them_where_they_are_used():
     model = TableModel.random()
     assert not settings_for(model, mode="ntp").described.keys() & module.PENALTIES.keys()
+    assert "min_p" not in settings_for(model, mode="ntp").described["sampler"]
+    assert settings_for(model, mode="ntp", min_p=0.1).described["sampler"]["min_p"] == 0.1
     told = settings_for(model, mode="ntp", **ALL).described
     assert {name: told[name] for name in ALL} == ALL
