@@ -52,6 +52,9 @@ def export(model: Model, folder: Path) -> None:
     path = folder / "generation_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     dropped = unsupported(content)
+    penalty = content.get("repetition_penalty")
+    if penalty not in (None, 1) and model.defaults["mode"] == "sbd":  # else it would be another
+        dropped["repetition_penalty"] = penalty
     if content.get("suppress_tokens"):
         dropped["suppress_tokens"] = content["suppress_tokens"]
     for name, value in dropped.items():

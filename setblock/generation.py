@@ -117,6 +117,12 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     by_token |= any(typed.get(name, neutral) != neutral for name, neutral in PENALTIES.items())
     if by_token and "mode" not in typed and given["mode"] == "sbd":
         given["mode"] = "verified"
+        if own := idle - {"block_size"} - ({"solver"} if typed.get("draft") == "solver" else set()):
+            cause = next(name for name in (*FORMATS, *PENALTIES) if name in typed)
+            raise ValueError(
+                f"{min(own)} is for mode sbd, in which {cause} can't be used: leave one of them "
+                f"out; got {typed[min(own)]} and {cause} {typed[cause]}"
+            )
     if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
             f"{min(idle)} is for decoding in blocks, and {model.name} decodes in mode ntp unless "
@@ -337,6 +343,8 @@ def _stream(
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     size = max(min(batch_size or len(ids), len(ids)), 1)
+    if not isinstance(prompt_cache, PromptCache | None):
+        raise ValueError(f"prompt_cache must be a setblock.PromptCache, got {prompt_cache!r}")
     if prompt_cache is not None and size > 1:
         raise ValueError(
             f"prompt_cache is for one row at a time: batch_size must be 1, got {size} rows together"

@@ -269,14 +269,16 @@ def _pair_up(found: Measured) -> None:
     answers with those of the same seed, or else with greedy ones.
     """
     firsts: dict[Any, tuple[Path, dict[str, Any], list[Sample]]] = {}
+    places = []
     for path, line, samples in found.samples:
-        problems = (
-            *(line.get(name) for name in ON),
-            frozenset((one.index, one.key) for one in samples),
-        )
+        asked = frozenset((one.index, one.key) for one in samples)
+        problems = (*(line.get(name) for name in ON), asked)
         sampler = (line.get("settings") or {}).get("sampler") or {}
         seed = sampler.get("seed") if sampler.get("temperature") else None
-        first = firsts.setdefault((problems, seed), (path, line, samples))
+        places.append((problems, seed))
+        firsts.setdefault(places[-1], (path, line, samples))
+    for (path, line, samples), (problems, seed) in zip(found.samples, places, strict=True):
+        first = firsts[problems, seed]
         if first[0] == path:
             first = firsts.get((problems, None), first)
         if first[0] != path:

@@ -32,8 +32,9 @@ class PromptCache:
     """What prompts and answers of one model leave for later prompts: of a conversation that goes on
     only what is new has to be encoded.
 
+    For one call at a time, and a network whose weights stay as they are.
     most_tokens: of all texts that are kept, together; those that were used longest ago go first.
-    A token's keys and values take `Model.least_bytes(1) - Model.weight_bytes` bytes.
+    The first of a text that is longer are kept.
     """
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
@@ -70,7 +71,7 @@ class PromptCache:
         self._fill(state)
         try:
             yield
-        except GeneratorExit:
+        except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole
             self._keep(state)
             raise
         self._keep(state)

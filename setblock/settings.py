@@ -183,11 +183,10 @@ class Settings:
     def _check_penalties(self) -> None:
         for name, neutral in PENALTIES.items():
             value = getattr(self, name)
-            above, most = (0, 100) if neutral else (-math.inf, math.inf)
+            least, most = (0.01, 100) if neutral else (-1000, 1000)  # no logit may overflow
             known = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (known and above < value < most):
-                allowed = f"a number above 0 and below {most}" if neutral else "a finite number"
-                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+            if not (known and least <= value <= most):
+                raise ValueError(f"{name} must be a number in {least}..{most}, got {value!r}")
         if self.mode == "sbd" and (given := self.penalties):
             name = next(iter(given))
             raise ValueError(

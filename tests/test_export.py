@@ -302,7 +302,7 @@ def test_a_streamer_gets_every_token_once_in_order(exported, network, tokenizer,
         ({"num_beams": 4}, "num_beams=4 is not supported"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
         ({"length_penalty": 1.2}, "length_penalty=1.2 is not supported"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be a number in 0.01..100"),
         ({"output_scores": True}, "output_scores=True is not supported"),
         ({"logits_processor": [1]}, "logits_processor is not supported"),
         ({"assistant_model": object()}, "assistant_model is not supported"),
@@ -372,15 +372,25 @@ def test_command(run, checkpoint, tmp_path):
 
 def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, caplog):
     whole = checkpoint("llama", settings={"trained": True})
-    wanted = {"length_penalty": 1.05, "suppress_tokens": [5, 6], "do_sample": True, "top_k": 20}
+    wanted = {
+        "repetition_penalty": 1.05,
+        "length_penalty": 1.05,
+        "suppress_tokens": [5, 6],
+        "do_sample": True,
+        "top_k": 20,
+    }
     folder = copied(whole, tmp_path / "model", "generation_config.json", **wanted)
     run("export", folder, tmp_path / "out")
     assert [record.getMessage() for record in caplog.records] == [
         f"{folder} asks for {one}, which decoding by blocks has not: left out"
-        for one in ("length_penalty=1.05", "suppress_tokens=[5, 6]")
+        for one in (
+            "length_penalty=1.05",
+            "repetition_penalty=1.05",
+            "suppress_tokens=[5, 6]",
+        )
     ]
     content = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert "length_penalty" not in content
+    assert not content.keys() & {"length_penalty", "repetition_penalty"}
     assert content["suppress_tokens"] == [load(folder).mask_token_id]
     assert content["top_k"] == 20
     network = ANY.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)

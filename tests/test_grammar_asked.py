@@ -185,7 +185,11 @@ def test_the_server_s_other_formats(client) -> None:
         ),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"grammar": "start: a"}, "grammar", "unknown name"),
-        ({"regex": "a", "solver": "fixed:2"}, "solver", "is for mode 'sbd'"),
+        (
+            {"regex": "a", "solver": "fixed:2"},
+            "solver",
+            "is for mode sbd, in which regex can't be used",
+        ),
     ],
 )
 def test_what_the_server_refuses(client, fields, param, message) -> None:

@@ -119,6 +119,15 @@ def test_drafts_that_a_chain_joins(checkpoint, tmp_path):
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
 
 
+def test_the_largest_penalties_leave_numbers(nano):
+    for how in ({"frequency_penalty": 1000}, {"presence_penalty": -1000}):
+        options: Any = {"max_new_tokens": 40, "ignore_eos": True, **how}
+        found = [generate(nano, "hi", mode=mode, **options)[0] for mode in ("ntp", "verified")]
+        assert found[0].token_ids == found[1].token_ids
+    options = {"max_new_tokens": 20, "ignore_eos": True, "repetition_penalty": 0.01}
+    assert generate(nano, "hi", mode="ntp", **options)[0].num_tokens == 20
+
+
 def test_forms_are_kept_to(nano):
     options: Any = {"chat": True, "regex": "(a|b){8}", "frequency_penalty": 3.0}
     found = [generate(nano, "hi", mode=mode, **options)[0] for mode in ("ntp", "verified")]
@@ -166,6 +175,10 @@ def test_blocks_have_none(checkpoint, name):
     given: Any = {name: 0.5}
     assert settings_for(model, **neutral).mode == "sbd"
     assert settings_for(model, **given).mode == "verified"
+    message = f"^solver is for mode sbd, in which {name} can't be used: leave one of them out; got"
+    with pytest.raises(ValueError, match=message):
+        settings_for(model, solver="fixed:2", **given)
+    assert settings_for(model, solver="fixed:2", draft="solver", **given).draft == "solver"
     with pytest.raises(
         ValueError, match=f"{name} is for modes ntp and verified.*got 0.5 in mode sbd"
     ):
@@ -175,11 +188,12 @@ def test_blocks_have_none(checkpoint, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0 and below 100"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty must be a number above 0"),
-        ({"repetition_penalty": "high"}, "repetition_penalty must be a number above 0"),
-        ({"presence_penalty": math.inf}, "presence_penalty must be a finite number, got inf"),
-        ({"frequency_penalty": True}, "frequency_penalty must be a finite number, got True"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number in 0.01..100, got 0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be a number in 0.01..100"),
+        ({"repetition_penalty": "high"}, "repetition_penalty must be a number in 0.01..100"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be a number in -1000..1000, got 1e"),
+        ({"presence_penalty": 10**400}, "presence_penalty must be a number in -1000..1000, got 1"),
+        ({"frequency_penalty": True}, "frequency_penalty must be a number in -1000..1000, got Tr"),
         ({"min_p": -0.1}, r"min_p must be a number in 0..1 \(0 is off\), got -0.1"),
         ({"min_p": 1.5}, "min_p must be a number in 0..1"),
         ({"min_p": False}, "min_p must be a number in 0..1"),

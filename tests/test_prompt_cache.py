@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graphs import WAYS
 
-from setblock import prompt_cache
+from setblock import generation, prompt_cache
 from setblock.decode import CHUNK, Rows
 from setblock.generation import generate, stream
 from setblock.loading import load
@@ -160,6 +160,27 @@ def test_an_answer_that_is_left_is_kept_as_far_as_it_came():
     assert spelled(cache) == [[3, 4, 5, *said[:3]]]
 
 
+def test_ctrl_c_keeps_what_was_encoded(monkeypatch):
+    model, cache = TableModel.random(), PromptCache()
+    options: dict[str, Any] = {"mode": "ntp", "max_new_tokens": 9, "ignore_eos": True}
+    step, count = generation.DecodeState.step, 0
+
+    def interrupted(self: generation.DecodeState) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    [plain] = generate(model, [[3, 4, 5]], **options)
+    monkeypatch.setattr(generation.DecodeState, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, [[3, 4, 5]], prompt_cache=cache, **options)
+    assert spelled(cache) == [[3, 4, 5, *plain.token_ids[:2]]]
+    [again] = generate(model, [[3, 4, 5]], prompt_cache=cache, **options)
+    assert (again.token_ids, again.cached_tokens) == (plain.token_ids, 2)
+
+
 def test_nothing_is_kept_of_an_error(monkeypatch):
     model, cache = TableModel.random(), PromptCache()
     options: dict[str, Any] = {"mode": "ntp", "max_new_tokens": 4, "prompt_cache": cache}
@@ -202,6 +223,12 @@ def test_rows_together_are_refused():
     for answered in (generate, stream):
         with pytest.raises(ValueError, match=message):
             answered(model, [[3], [4]], prompt_cache=cache)
+
+
+@pytest.mark.parametrize("wrong", [16384, {}, True, "x"])
+def test_what_is_no_prompt_cache_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"prompt_cache must be a setblock\.PromptCache, got"):
+        generate(TableModel.random(), [[3]], prompt_cache=wrong)
 
 
 def test_another_model_is_refused():

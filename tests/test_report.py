@@ -303,8 +303,9 @@ def test_sampled_answers_are_paired_with_those_of_their_seed(run, folder, tmp_pa
     assert len(found.comparisons) == 2
     greedy = tmp_path / "greedy.json"
     run("evaluate", folder, *words[:-2], "--mode", "ntp", "--out", greedy)
-    pairs = measured.read([greedy, files[2]]).comparisons
-    assert [one["first"]["settings"]["sampler"]["temperature"] for one in pairs] == [0]
+    for both in ([greedy, files[2]], [files[2], greedy]):
+        pairs = measured.read(both).comparisons
+        assert [one["first"]["settings"]["sampler"]["temperature"] for one in pairs] == [0]
 
 
 def test_problems_of_one_name_are_told_apart(run, folder, tmp_path):

@@ -17,7 +17,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3}, "best_of is not"),
     ({"presence_penalty": "low"}, "presence_penalty must be a number, got 'low'"),
     ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0 and below 100"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be a number in 0.01..100, got 0"),
     ({"min_p": 2}, "min_p must be a number in 0..1"),
     ({"logit_bias": {"5": 1}}, "logit_bias is not"),
     ({"logprobs": 1}, "logprobs is not"),

@@ -114,7 +114,7 @@ def chat(
     model.in_template([*told, {"role": "user", "content": ""}])  # where there is none
     warn_unfit(model, settings.mode)
     warm_up(model, options)
-    cache, turns = PromptCache(), list(told)
+    cache, turns = PromptCache(model.context_length), list(told)
     for line in _lines():
         if line == EXIT:
             return
