@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -212,8 +213,14 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module", autouse=True)
 def shape_checks(request) -> Iterator[None]:
-    """Types and shapes of arguments are looked at, but in the files of UNCHECKED."""
+    """Types and shapes of arguments are looked at, but in the files of UNCHECKED.
+
+    To hash functions whose arguments are checked takes seconds: what is made of a dataset gets a
+    name at random, where the library is there.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if datasets := sys.modules.get("datasets.arrow_dataset"):
+            patch.setattr(datasets, "update_fingerprint", lambda *_: secrets.token_hex(8))
         unchecked = request.module.__name__.removeprefix("test_") in UNCHECKED
         patch.setattr(jaxtyping.config, "jaxtyping_disable", unchecked)
         yield
