@@ -113,15 +113,14 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
     idle = {name for name in typed.keys() & BLOCKS if typed[name] is not False}
     if "mode" not in typed and not model.chooses_mode and idle:
         given["mode"] = "sbd"
-    by_token = not typed.keys().isdisjoint(FORMATS)
-    by_token |= any(typed.get(name, neutral) != neutral for name, neutral in PENALTIES.items())
+    by_token = [name for name in FORMATS if name in typed]
+    by_token += [name for name in PENALTIES if typed.get(name, PENALTIES[name]) != PENALTIES[name]]
     if by_token and "mode" not in typed and given["mode"] == "sbd":
         given["mode"] = "verified"
         if own := idle - {"block_size"} - ({"solver"} if typed.get("draft") == "solver" else set()):
-            cause = next(name for name in (*FORMATS, *PENALTIES) if name in typed)
             raise ValueError(
-                f"{min(own)} is for mode sbd, in which {cause} can't be used: leave one of them "
-                f"out; got {typed[min(own)]} and {cause} {typed[cause]}"
+                f"{min(own)} is for mode sbd, in which {by_token[0]} can't be used: leave one of "
+                f"them out; got {typed[min(own)]} and {by_token[0]} {typed[by_token[0]]}"
             )
     if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
