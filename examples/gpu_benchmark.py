@@ -34,7 +34,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from setblock import benchmark, contenders, machines, packed, profiling, shared
-from setblock.cli.common import Compile, CompileOption
+from setblock.cli.options import (
+    Compile,
+    CompileOption,
+)
 from setblock.loading import load
 from setblock.model import Model
 from setblock.names import ModelError

@@ -148,6 +148,9 @@ def test_texts_that_were_used_longest_ago_go_first():
     assert spelled(cache) == [[3, 4, 5, 6, 7, 8, 9, 10, 11, 3]]
     cache.clear()
     assert cache.num_tokens == 0
+    for prompt in ([5, 3], [5, 4], [5, 6]):  # what begins like all of them uses the latest
+        generate(model, [prompt], **options)
+    assert spelled(cache) == [[5, 3], [5, 4], [5, 6]]
 
 
 def test_an_answer_that_is_left_is_kept_as_far_as_it_came():

@@ -27,7 +27,10 @@ from setblock.cli import (  # noqa: F401  # each makes its commands known
     training,
     tuning,
 )
-from setblock.cli.common import app, fail
+from setblock.cli.common import (
+    app,
+    fail,
+)
 from setblock.signals import Stopped, stop_at_once, told
 
 # What `setblock --help` lists together, in this order.

@@ -9,6 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from setblock.cli.common import (
+    app,
+    busy_note,
+    err,
+    load_model,
+    print_json,
+    refuse_idle,
+    refuse_without,
+    starting,
+    tell_undrafted,
+    warm_up,
+    warn_unfit,
+)
+from setblock.cli.options import (
     BlockSizeOption,
     BranchesOption,
     Compile,
@@ -37,17 +50,6 @@ from setblock.cli.common import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    app,
-    busy_note,
-    err,
-    load_model,
-    print_json,
-    refuse_idle,
-    refuse_without,
-    starting,
-    tell_undrafted,
-    warm_up,
-    warn_unfit,
 )
 
 if TYPE_CHECKING:

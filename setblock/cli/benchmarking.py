@@ -12,6 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock.cli.common import (
+    app,
+    busy_note,
+    err,
+    load_model,
+    print_json,
+    print_table,
+    refuse_below_one,
+    refuse_idle,
+    refuse_solvers,
+    refuse_without,
+    rows_of,
+    starting,
+    tell_undrafted,
+    warn_unfit,
+)
+from setblock.cli.options import (
     DECODING,
     LENIENCE_HELP,
     LOOKUP_HELP,
@@ -30,20 +46,6 @@ from setblock.cli.common import (
     SlideOption,
     SolverOption,
     Switch,
-    app,
-    busy_note,
-    err,
-    load_model,
-    print_json,
-    print_table,
-    refuse_below_one,
-    refuse_idle,
-    refuse_solvers,
-    refuse_without,
-    rows_of,
-    starting,
-    tell_undrafted,
-    warn_unfit,
 )
 
 TaskOption = Annotated[

@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from setblock.cli.common import (
+    app,
+    err,
+    load_model,
+    refuse_below_one,
+    refuse_idle,
+    refuse_without,
+    starting,
+    warm_up,
+    warn_unfit,
+)
+from setblock.cli.options import (
     BlockSizeOption,
     Compile,
     CompileOption,
@@ -31,15 +42,6 @@ from setblock.cli.common import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    app,
-    err,
-    load_model,
-    refuse_below_one,
-    refuse_idle,
-    refuse_without,
-    starting,
-    warm_up,
-    warn_unfit,
 )
 from setblock.signals import Stopped
 

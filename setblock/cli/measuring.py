@@ -9,6 +9,24 @@ import typer
 from rich.text import Text
 
 from setblock.cli.common import (
+    app,
+    busy_note,
+    err,
+    load_model,
+    print_json,
+    print_table,
+    refuse_below_one,
+    refuse_idle,
+    refuse_solvers,
+    refuse_split,
+    refuse_without,
+    rows_of,
+    starting,
+    tell_undrafted,
+    warm_up,
+    warn_unfit,
+)
+from setblock.cli.options import (
     DECODING,
     SAMPLING,
     SOLVERS_HELP,
@@ -35,22 +53,6 @@ from setblock.cli.common import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    app,
-    busy_note,
-    err,
-    load_model,
-    print_json,
-    print_table,
-    refuse_below_one,
-    refuse_idle,
-    refuse_solvers,
-    refuse_split,
-    refuse_without,
-    rows_of,
-    starting,
-    tell_undrafted,
-    warm_up,
-    warn_unfit,
 )
 
 if TYPE_CHECKING:

@@ -9,13 +9,15 @@ import typer
 from rich.table import Table
 
 from setblock.cli.common import (
-    JsonOption,
     app,
     err,
     out,
     print_json,
     print_table,
     refuse_below_one,
+)
+from setblock.cli.options import (
+    JsonOption,
 )
 
 if TYPE_CHECKING:

@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from setblock.cli.common import JsonOption, app, out, print_json, starting
+from setblock.cli.common import (
+    app,
+    out,
+    print_json,
+    starting,
+)
+from setblock.cli.options import (
+    JsonOption,
+)
 
 
 @app.command()

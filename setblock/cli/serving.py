@@ -12,6 +12,15 @@ import typer
 from rich.text import Text
 
 from setblock.cli.common import (
+    app,
+    err,
+    load_model,
+    out,
+    print_json,
+    starting,
+    warm_up,
+)
+from setblock.cli.options import (
     BlockSizeOption,
     Compile,
     CompileOption,
@@ -25,13 +34,6 @@ from setblock.cli.common import (
     SlideOption,
     SolverOption,
     Switch,
-    app,
-    err,
-    load_model,
-    out,
-    print_json,
-    starting,
-    warm_up,
 )
 
 

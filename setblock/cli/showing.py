@@ -8,17 +8,6 @@ from rich.text import Text
 
 from setblock.cli.answering import to_json
 from setblock.cli.common import (
-    DECODING,
-    BlockSizeOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    MaskTokenOption,
-    Mode,
-    ModelName,
-    SlideOption,
-    SolverOption,
-    Switch,
     app,
     busy_note,
     load_model,
@@ -30,6 +19,19 @@ from setblock.cli.common import (
     starting,
     warm_up,
     warn_unfit,
+)
+from setblock.cli.options import (
+    DECODING,
+    BlockSizeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MaskTokenOption,
+    Mode,
+    ModelName,
+    SlideOption,
+    SolverOption,
+    Switch,
 )
 
 if TYPE_CHECKING:

@@ -11,12 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from setblock.cli.common import (
-    MACHINE,
-    Compile,
-    CompileOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
     app,
     busy_note,
     err,
@@ -27,6 +21,14 @@ from setblock.cli.common import (
     quiet_libraries,
     refuse_below_one,
     starting,
+)
+from setblock.cli.options import (
+    MACHINE,
+    Compile,
+    CompileOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
 )
 from setblock.cli.training import ADAPTER, ANSWERS, DATA, check_packages, telling
 from setblock.cli.tuning import search, tell, write_choice

@@ -11,13 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from setblock.cli.common import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    MaskTokenOption,
-    ModelName,
-    Switch,
     app,
     err,
     fail,
@@ -26,6 +19,15 @@ from setblock.cli.common import (
     print_json,
     quiet_libraries,
     starting,
+)
+from setblock.cli.options import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    MaskTokenOption,
+    ModelName,
+    Switch,
 )
 from setblock.signals import Stopped, exit_code, told
 

@@ -10,16 +10,6 @@ import typer
 from rich.table import Table
 
 from setblock.cli.common import (
-    DECODING,
-    Compile,
-    CompileOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    MaskTokenOption,
-    ModelName,
-    PackOption,
     app,
     busy_note,
     err,
@@ -34,6 +24,18 @@ from setblock.cli.common import (
     starting,
     warm_up,
     warn_unfit,
+)
+from setblock.cli.options import (
+    DECODING,
+    Compile,
+    CompileOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    MaskTokenOption,
+    ModelName,
+    PackOption,
 )
 
 if TYPE_CHECKING:
