@@ -5,11 +5,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from setblock.generation import Generation, Reveal, generate, stream
+    from setblock.generation import generate, stream
     from setblock.loading import load
     from setblock.model import Model
     from setblock.names import ModelError
     from setblock.prompt_cache import PromptCache
+    from setblock.running import Generation, Reveal
 
 __all__ = [
     "Generation",
@@ -23,11 +24,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Generation": "generation",
+    "Generation": "running",
     "Model": "model",
     "ModelError": "names",
     "PromptCache": "prompt_cache",
-    "Reveal": "generation",
+    "Reveal": "running",
     "generate": "generation",
     "load": "loading",
     "stream": "generation",

@@ -27,11 +27,12 @@ class Memory:
     """Room for the keys and values of so many rows; a cache has it for itself while it lives.
 
     Each layer's is allocated at its first forward, which tells the shapes.
+    fixed: stays where it is, and as large.
     room: slots of a row that are allocated, or will be; all of `capacity` where it is fixed.
     """
 
     def __init__(self, rows: int, capacity: int, fixed: bool = True) -> None:
-        self.rows, self.capacity = rows, capacity
+        self.rows, self.capacity, self.fixed = rows, capacity, fixed
         self.room = capacity if fixed else 0
         self._layers: dict[int, list[Tensor]] = {}
         self._numbers: Tensor | None = None
@@ -52,13 +53,24 @@ class Memory:
             ]
         return self._layers[layer]
 
-    def grow(self, needed: int) -> None:
-        """Make room for so many slots and some more. Copies what is there, a layer at a time."""
-        self.room = min(max(needed + AHEAD, 2 * self.room), self.capacity)
+    def grow(self, needed: int, rows: int = 1) -> None:
+        """Make room for so many slots and rows, and some more. Copies what is there, a layer at a
+        time.
+        """
+        room, count = self.room, self.rows
+        if needed > room:
+            room = min(max(needed + AHEAD, 2 * room), self.capacity)
+        if rows > count:
+            count = max(rows, 2 * count)
         for tensors in self._layers.values():
             for number, old in enumerate(tensors):
-                tensors[number] = old.new_zeros(*old.shape[:2], self.room, old.shape[3])
-                tensors[number][:, :, : old.shape[2]] = old
+                tensors[number] = old.new_zeros(count, old.shape[1], room, old.shape[3])
+                tensors[number][: len(old), :, : old.shape[2]] = old
+        self.room, self.rows = room, count
+
+    def widen(self, capacity: int) -> None:
+        """From now on `grow` may go so far."""
+        self.capacity, self._numbers = max(capacity, self.capacity), None
 
     def fill_at_random(self) -> None:
         """Effects: random keys and values wherever a forward has made room; to measure with, as
@@ -125,6 +137,17 @@ class _PrefixLayer(CacheLayerMixin):
                 memory[self.slots.row, :, index] = states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def join(self, other: "_PrefixLayer", longest: int) -> None:
+        """Have another's rows behind these, of each the first `longest` slots."""
+        if not other.is_initialized:
+            return
+        rows = len(self.keys)
+        pair = self.memory.of(self.number, other.keys, other.values)
+        self._look(pair, rows + len(other.keys))
+        for memory, states in ((self.keys, other.keys), (self.values, other.values)):
+            memory[rows:, :, :longest] = states[:, :, :longest]
+            memory[rows:, :, longest:] = 0  # what other rows have left there may be NaN
+
     def select(self, places: Tensor, rows: Tensor, count: int) -> None:
         """Put these rows in these places, and keep the first `count` places."""
         if not self.is_initialized:
@@ -168,7 +191,8 @@ class PrefixCache(Cache):
         self.lengths: Int[ndarray, " batch"] = np.zeros(batch, dtype=np.int64)
         self.there = torch.from_numpy(self.lengths)  # on the device, since the first `locate`
         self.keepable: Int[ndarray, " batch"] | None = None
-        self.restored = 0  # tokens of each prefix that no forward of this cache has encoded
+        # Tokens of each prefix that no forward of this cache has encoded.
+        self.restored = np.zeros_like(self.lengths)
         self._own = [_PrefixLayer(self.slots, memory, i) for i in range(num_layers)]
         super().__init__(layers=list(self._own))
 
@@ -191,9 +215,7 @@ class PrefixCache(Cache):
                 f"cache's capacity of {slots.capacity}"
             )
         if slots.end > self.memory.room:
-            self.memory.grow(slots.end)
-            for layer in self._own:
-                layer.grown()
+            self._grow(slots.end)
         slots.alike = slots.grain == 1 and bool((self.lengths == slots.longest).all())
         # Only a run of clean tokens that starts in its own place can extend the prefix.
         fit = position == self.lengths[:, None] + np.arange(num_queries)
@@ -232,13 +254,41 @@ class PrefixCache(Cache):
         self.lengths = self.lengths - counts
         assert (self.lengths >= 0).all(), f"a prefix has no {counts.tolist()} tokens to forget"
 
-    def saved(self, count: int) -> list[tuple[Tensor, Tensor] | None]:
-        """Keys and values of the first `count` tokens of the first row's prefix, copied, of each
-        layer that has any: [heads, count, width].
+    def _grow(self, needed: int, rows: int = 1) -> None:
+        try:
+            self.memory.grow(needed, rows)
+        finally:  # what has grown by then is where its old place is no more
+            for layer in self._own:
+                layer.grown()
+
+    def has_room_for(self, other: "PrefixCache") -> bool:
+        """Whether another's rows can join, with all that these may come to hold."""
+        memory, rows = self.memory, len(self.lengths) + len(other.lengths)
+        fits = rows <= memory.rows and other.memory.capacity <= memory.capacity
+        return fits or not memory.fixed
+
+    def join(self, other: "PrefixCache") -> None:
+        """Have another cache's rows behind its own, copied."""
+        assert self.has_room_for(other), "no room for these rows"
+        longest, rows = int(other.lengths.max()), len(self.lengths) + len(other.lengths)
+        if not self.memory.fixed:
+            self.memory.widen(other.memory.capacity)
+            self.slots.capacity = self.memory.capacity
+            if longest > self.memory.room or rows > self.memory.rows:
+                self._grow(longest, rows)
+        for own, theirs in zip(self._own, other._own, strict=True):
+            own.join(theirs, longest)
+        self.lengths = np.concatenate([self.lengths, other.lengths])
+        self.restored = np.concatenate([self.restored, other.restored])
+        self.keepable = None
+
+    def saved(self, count: int, row: int = 0) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values of the first `count` tokens of a row's prefix, copied, of each layer that
+        has any: [heads, count, width].
         """
-        assert count <= self.lengths[0], f"a prefix of {self.lengths[0]} tokens has no {count}"
+        assert count <= self.lengths[row], f"a prefix of {self.lengths[row]} tokens has no {count}"
         return [
-            (layer.keys[0, :, :count].clone(), layer.values[0, :, :count].clone())
+            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())
             if layer.is_initialized
             else None
             for layer in self._own
@@ -249,21 +299,21 @@ class PrefixCache(Cache):
         assert len(self.lengths) == 1, f"one row, but the cache has {len(self.lengths)}"
         assert not self.lengths.any(), "restore() is for an empty cache"
         if count > self.memory.room:
-            self.memory.grow(count)
+            self._grow(count)
         for layer, pair in zip(self._own, saved, strict=True):
             if pair is not None:
                 layer.lazy_initialization(*(states[None] for states in pair))
                 layer.keys[0, :, :count] = pair[0][:, :count]
                 layer.values[0, :, :count] = pair[1][:, :count]
         self.lengths = np.full_like(self.lengths, count)
-        self.restored = count
+        self.restored = self.lengths.copy()
 
     def select(self, rows: Int[ndarray, " rows"]) -> None:
         """Keep only these rows, in this order, each once, at the front of the memory.
 
         Copies those that move.
         """
-        self.lengths = self.lengths[rows]
+        self.lengths, self.restored = self.lengths[rows], self.restored[rows]
         self.keepable = None if self.keepable is None else self.keepable[rows]
         [moved] = (rows != np.arange(len(rows))).nonzero()
         places, sources = to_device(self.there.device, moved, rows[moved])

@@ -11,7 +11,7 @@ Source: arXiv:2509.04185 algorithms 2 and 3; of blocks that slide, arXiv:2509.24
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,17 +38,19 @@ class Rows:
     prompt_end  [batch] length of the prompt
     limit       [batch] first position that may not be generated: the context's end at the latest
     rows        [batch] index of the row in the user's input
+    seeds       [batch] of the row's sampling noise
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
     grammars    [batch] which tokens may come next in a row's answer; of all rows None, or of none
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
 
-    # Arrays with a line for each row.
+    # Arrays with a line for each row, and those of them that have a column for each position.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
-        *("rows", "nfe", "revealed_at", "entropy", "grammars"),
+        *("rows", "seeds", "nfe", "revealed_at", "entropy", "grammars", "prefill_forwards"),
     )
+    BY_POSITION: ClassVar = {"tokens", "revealed_at", "entropy"}
 
     def __init__(
         self,
@@ -57,8 +59,13 @@ class Rows:
         rows: Sequence[int],
         settings: Settings,
         scratch: int,
+        room: int | None = None,
     ) -> None:
-        """scratch: query tokens of a forward that stand behind the longest text."""
+        """scratch: query tokens of a forward that stand behind the longest text.
+
+        room: how many rows it may come to by `join`, 0 for rows that are to join others; None for
+        these alone.
+        """
         self.model, self.settings = model, settings
         lengths = [len(prompt) for prompt in prompts]
         # A forward may look at a whole block or draft from any position on.
@@ -69,16 +76,17 @@ class Rows:
             self.tokens[slot, : len(prompt)] = prompt
         self.start = np.array(lengths)
         self.prompt_end = self.start.copy()
-        room = settings.room(model.context_length - self.start)
-        self.limit = self.start + np.minimum(settings.max_new_tokens, room)
+        left = settings.room(model.context_length - self.start)
+        self.limit = self.start + np.minimum(settings.max_new_tokens, left)
         self.rows = np.array(rows)
+        self.seeds = np.full_like(self.start, settings.sampler.seed)
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
         self.grammars = np.full(len(prompts), None)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
-        self.cache = model.new_cache(len(prompts), capacity + scratch)
-        self.prefill_forwards = 1
+        self.cache = model.new_cache(len(prompts), capacity + scratch, room)
+        self.prefill_forwards = np.ones_like(self.start)
 
     def follow(self, grammar: Grammar) -> None:
         """Have all answers, of which nothing is there yet, follow this grammar."""
@@ -89,24 +97,25 @@ class Rows:
         """Whether the answers follow a grammar."""
         return self.grammars[0] is not None
 
-    def encode(self) -> None:
-        """Put long prompts into the cache, but for their last CHUNK tokens, the first step's.
+    def encode(self) -> bool:
+        """Put CHUNK tokens of long prompts into the cache, unless none is left but their last CHUNK
+        tokens, which are the first step's; whether it did.
 
         So no mask has more than a line for each of CHUNK tokens, and of the first blocks.
         """
-        while True:
-            cached = self.cache.lengths
-            count = (self.prompt_end - cached - CHUNK).clip(0, CHUNK)
-            width = int(count.max())
-            if width == 0:
-                return
-            position = cached[:, None] + np.arange(width)
-            queries = torch.from_numpy(self._tokens_at(position))
-            layout = decoding_layout(position, cached + count, cached + count)
-            none = torch.empty(0, dtype=torch.long)
-            self.model.forward(queries, layout, self.cache, logits_at=none)
-            self.cache.keep(count)
-            self.prefill_forwards += 1
+        cached = self.cache.lengths
+        count = (self.prompt_end - cached - CHUNK).clip(0, CHUNK)
+        width = int(count.max())
+        if width == 0:
+            return False
+        position = cached[:, None] + np.arange(width)
+        queries = torch.from_numpy(self._tokens_at(position))
+        layout = decoding_layout(position, cached + count, cached + count)
+        none = torch.empty(0, dtype=torch.long)
+        self.model.forward(queries, layout, self.cache, logits_at=none)
+        self.cache.keep(count)
+        self.prefill_forwards = self.prefill_forwards + 1
+        return True
 
     def step(self) -> Bool[ndarray, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
@@ -129,9 +138,23 @@ class Rows:
             return answer[: min(ends) + 1], True
         return answer, len(answer) == last - first
 
+    def join(self, other: "Rows") -> None:
+        """Take in the rows of another state of its model, whose settings have the same `shared`;
+        behind their first step. The other state is of no use then.
+        """
+        assert self.settings.shared == other.settings.shared, "rows of different settings"
+        width = max(self.tokens.shape[1], other.tokens.shape[1])
+        for name in self.PER_ROW:
+            parts = [getattr(one, name) for one in (self, other)]
+            if name in self.BY_POSITION:
+                none = self.model.mask_token_id if name == "tokens" else 0
+                parts = [_widened(part, width, none) for part in parts]
+            setattr(self, name, np.concatenate(parts))
+        self.cache.join(other.cache)
+
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""
-        index = np.array(slots)
+        index = np.array(slots, dtype=np.int64)
         for name in self.PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.cache.select(index)
@@ -185,13 +208,13 @@ class Rows:
             return logits
         exact = np.zeros_like(known, dtype=bool) if exact is None else exact
         before = self._tokens_at((self.start - 1)[:, None])[:, 0]
-        rows, at, tokens, fixed, last = to_device(
-            logits.device, self.rows, places, known, exact, before
+        rows, seeds, at, tokens, fixed, last = to_device(
+            logits.device, self.rows, self.seeds, places, known, exact, before
         )
 
         def pick(logits: Tensor, slot: int) -> Tensor:
             here = slice(slot, slot + 1)
-            said = self.settings.sampler.pick(logits, rows, at[:, here])
+            said = self.settings.sampler.pick(logits, rows, at[:, here], seeds)
             return torch.where(tokens[:, here] == mask, said, tokens[:, here])
 
         embedding = self.model.network.get_input_embeddings()
@@ -299,11 +322,12 @@ class DecodeState(Rows):
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         settings: Settings,
+        room: int | None = None,
     ) -> None:
         self.block_size = settings.block_size if settings.mode == "sbd" else 0
         # The last forward of a row starts k tokens before the end and may hold 2k, to go with
         # another row's.
-        super().__init__(model, prompts, rows, settings, scratch=self.block_size)
+        super().__init__(model, prompts, rows, settings, self.block_size, room)
         self.by_token_until = np.zeros_like(self.start) if self.block_size else self.limit + 1
         self.steps = np.zeros_like(self.start)
 
@@ -333,7 +357,7 @@ class DecodeState(Rows):
         self.nfe = self.nfe + yields
         masked = self._eligible(slots) & yields[:, None]
         reveal = masked & first
-        places = torch.from_numpy(self.rows), torch.from_numpy(slots)
+        rows, there, seeds = map(torch.from_numpy, (self.rows, slots, self.seeds))
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
         else:
@@ -342,7 +366,8 @@ class DecodeState(Rows):
                 logits, _ = self._allowed(logits, [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         # A rule may change in place what it is given.
-        chosen, nats = self.settings.sampler.pick(logits, *places), predictions.entropy.clone()
+        chosen = self.settings.sampler.pick(logits, rows, there, seeds)
+        nats = predictions.entropy.clone()
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:
@@ -402,6 +427,11 @@ class DecodeState(Rows):
         tokens = self._tokens_at(slots)
         past_eos = np.logical_or.accumulate(self._is_end(tokens), axis=1)
         return (tokens == self.model.mask_token_id) & (slots < self.limit[:, None]) & ~past_eos
+
+
+def _widened(values: ndarray, width: int, fill: Any) -> ndarray:
+    """values with so many columns, new ones filled."""
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
 
 
 def taken(values: ndarray, columns: Int[ndarray, "batch some"]) -> ndarray:

@@ -1,21 +1,27 @@
-"""What decodes behind transformers' server: a request at a time, as a stream of committed text."""
+"""What decodes behind transformers' server: several requests at a time, each a stream of text."""
 
 import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from setblock.calls import Hearing
 from setblock.fields import Asked, Refused
-from setblock.generation import Generation, Reveal, settings_for, stream
+from setblock.generation import checked, settings_for
 from setblock.model import Model
 from setblock.prompt_cache import PromptCache
+from setblock.running import Answer, Generation, Reveal, Running
 
 logger = logging.getLogger(__name__)
+
+MOST_ANSWERS = 8  # under way at a time
 
 FORMS = ("response_format", "regex", "grammar", "tool_choice")  # fields that bound an answer
 
@@ -43,15 +49,37 @@ class Stream:
         """The client is gone, which `Asked.left` says sooner."""
 
 
-class Engine(GenerateManager):
-    """Answers one request at a time, on a thread of its own, in the order in which they came."""
+@dataclass(eq=False)
+class Job:
+    """A request whose answer is under way, or waits. hear, fail: called on the engine's thread."""
 
-    def __init__(self, model: Model, prompt_cache: PromptCache | None = None) -> None:
-        """prompt_cache: what requests leave for later ones; None for nothing."""
+    answer: Answer
+    asked: Asked
+    hear: Callable[[Reveal], None]
+    fail: Callable[[Exception], None]
+
+
+class Engine(GenerateManager):
+    """Answers requests on a thread of its own, in the order in which they came, several at a time:
+    those whose settings are alike are decoded together, others take turns.
+    """
+
+    def __init__(
+        self, model: Model, prompt_cache: PromptCache | None = None, most: int = MOST_ANSWERS
+    ) -> None:
+        """prompt_cache: what requests leave for later ones; None for nothing.
+
+        most: answers under way at a time.
+        """
         super().__init__()
-        self.model, self.prompt_cache = model, prompt_cache
+        self.model, self.prompt_cache, self.most = model, prompt_cache, most
         self.ending = threading.Event()  # the process is told to end
         self.done: dict[str, dict[str, Any]] = {}  # by request: what its last message tells of it
+        self._numbers = itertools.count()
+        self._waiting: deque[Job] = deque()
+        # The thread's own:
+        self._jobs: dict[int, Job] = {}  # under way, by the row of their reveals
+        self._batches: list[Running] = []
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **_: Any
@@ -63,57 +91,62 @@ class Engine(GenerateManager):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
         listener = processor.listener if isinstance(processor, Hearing) else None
-        reveals = self._unless_ending(self._begin(processor, inputs, gen_config), gen_config)
+        answer = self._answer(processor, inputs, gen_config, in_pieces=True)
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        def run() -> None:
-            try:
-                with closing(reveals):
-                    for reveal in reveals:
-                        if listener is not None:
-                            for part in listener.hear(reveal.text, reveal.generation is not None):
-                                put(part)
-                        elif reveal.text:
-                            put(reveal.text)
-                        if reveal.generation is not None:
-                            streamed.total_tokens = reveal.generation.num_tokens
-                            self._finish(request_id, gen_config, reveal.generation)
-                        if gen_config.left.is_set():
-                            self.done.pop(request_id, None)
-                            return
-            except Refused as error:
-                put(Failed(error))
-            except Exception as error:
-                logger.exception("an answer failed")
-                put(Failed(error))
+        def hear(reveal: Reveal) -> None:
+            if listener is not None:
+                for part in listener.hear(reveal.text, reveal.generation is not None):
+                    put(part)
+            elif reveal.text:
+                put(reveal.text)
+            if reveal.generation is not None:
+                streamed.total_tokens = reveal.generation.num_tokens
+                self._finish(request_id, gen_config, reveal.generation)
+                if gen_config.left.is_set():
+                    self.done.pop(request_id, None)
+                put(None)
+
+        def fail(error: Exception) -> None:
+            if not isinstance(error, Refused):
+                logger.error("an answer failed", exc_info=error)
+            put(Failed(error))
             put(None)
 
-        self.submit(run)
+        self._ask(Job(answer, gen_config, hear, fail))
         return queue, streamed
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """(text, tokens of the prompt, ids of the answer)."""
-        reveals = self._unless_ending(self._begin(processor, inputs, gen_config), gen_config)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Generation | Exception] = loop.create_future()
+        answer = self._answer(processor, inputs, gen_config, in_pieces=False)
 
-        def run() -> Generation:
-            with closing(reveals):
-                found = (one.generation for one in reveals)
-                generation = next(one for one in found if one is not None)
+        def tell(outcome: Generation | Exception) -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(outcome))
+
+        def hear(reveal: Reveal) -> None:
+            if reveal.generation is None:
+                return
             if isinstance(processor, Hearing):
-                processor.parts = processor.listener.hear(generation.text, ended=True)
-            return generation
+                processor.parts = processor.listener.hear(reveal.generation.text, ended=True)
+            tell(reveal.generation)
 
-        generation = await self.async_submit(run)
-        self._finish(request_id, gen_config, generation)
-        return generation.text, generation.prompt_tokens, list(generation.token_ids)
+        self._ask(Job(answer, gen_config, hear, tell))
+        outcome = await future
+        if isinstance(outcome, Exception):
+            raise outcome
+        self._finish(request_id, gen_config, outcome)
+        return outcome.text, outcome.prompt_tokens, list(outcome.token_ids)
 
-    def _begin(self, processor: Any, inputs: Any, asked: Asked) -> Iterator[Reveal]:
+    def _answer(self, processor: Any, inputs: Any, asked: Asked, in_pieces: bool) -> Answer:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
         model: Model = processor.model
         given: Any = {**asked.options, **processor.form}
@@ -132,28 +165,106 @@ class Engine(GenerateManager):
                         f"got {len(ids)} tokens",
                     )
             given["max_new_tokens"] = limit
-            return iter(stream(model, [ids], prompt_cache=self.prompt_cache, **given))
+            settings, grammar = checked(model, [ids], 1, given)
         except (ValueError, TypeError) as error:
             raise _refusal(error, asked) from None
+        in_pieces |= bool(settings.stop)
+        number = next(self._numbers)
+        return Answer(number, ids, model, settings, 0, in_pieces, grammar)
 
-    def _unless_ending(
-        self, reveals: Iterator[Reveal], asked: Asked
-    ) -> Generator[Reveal, None, None]:
-        """The reveals up to the answer's last; raises Refused once the process is told to end, and
-        for a form of the answer that turns out to be too much on the way. To be closed.
-        """
-        going = True
-        while going:
-            if self.ending.is_set():
-                raise Refused(None, "the server is shutting down", 503)
+    def _ask(self, job: Job) -> None:
+        self._waiting.append(job)
+        self.submit(self._work)
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _work(self) -> None:
+        """Answer until nobody waits any more."""
+        try:
+            while self._waiting or self._batches:
+                self._let_go()
+                self._batches = [batch for batch in self._batches if len(batch)]
+                self._admit()
+                for batch in self._batches:
+                    self._turn(batch)
+        except Exception as error:  # of this class itself: nobody shall wait for ever
+            self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        for job in [*self._jobs.values(), *self._waiting]:
+            job.fail(error)
+        self._jobs, self._batches = {}, []
+        self._waiting.clear()
+
+    def _let_go(self) -> None:
+        """Have those go whose clients have left, and all if the process is told to end."""
+        if self.ending.is_set():
+            self._end_all(Refused(None, "the server is shutting down", 503))
+        for job in [job for job in self._jobs.values() if job.asked.left.is_set()]:
+            del self._jobs[job.answer.row]
+            for batch in self._batches:
+                batch.leave([job.answer])
+
+    def _admit(self) -> None:
+        """Have those begin who may, one for each batch."""
+        while self._waiting and len(self._jobs) < self.most:
+            job = self._waiting[0]
+            if job.asked.left.is_set():
+                self._waiting.popleft()
+                continue
             try:
-                reveal = next(reveals)
-            except ValueError as error:
-                if (refused := _refusal(error, asked)).field in FORMS:
-                    raise refused from None
-                raise
-            yield reveal
-            going = reveal.generation is None
+                if not self._begin(job.answer):
+                    return
+                self._jobs[job.answer.row] = job
+            except Exception as error:
+                job.fail(error)
+            self._waiting.popleft()
+
+    def _begin(self, answer: Answer) -> bool:
+        """Whether the answer begins, in a batch of its like or in one of its own."""
+        # An answer that can't go on ends its batch, as may happen under a grammar.
+        alone = answer.grammar is not None or self.most == 1
+        if not alone and (batch := next((one for one in self._batches if one.suits(answer)), None)):
+            return not batch.coming and batch.begin([answer])
+        if self._batches and self.model.replays:
+            return False  # each batch would have memory of its own for as many as may come
+        batch = Running(None if alone else self.most, self.prompt_cache)
+        batch.begin([answer])
+        self._batches.append(batch)
+        return True
+
+    def _turn(self, batch: Running) -> None:
+        """A forward of a batch, and one of the answer that comes, each ending alone by an error."""
+        for forward, gone in ((batch.step, batch.answers), (batch.come, batch.coming)):
+            try:
+                reveals = forward() if gone else []
+            except Exception as error:
+                for answer in gone:
+                    self._fail(answer, error)
+                batch.give_up(gone)
+                continue
+            for reveal in reveals:
+                self._hear(batch, reveal)
+
+    def _hear(self, batch: Running, reveal: Reveal) -> None:
+        job = self._jobs[reveal.row]
+        try:
+            job.hear(reveal)
+        except Exception as error:
+            self._fail(job.answer, error)
+            batch.leave([job.answer])
+            return
+        if reveal.generation is not None:
+            del self._jobs[reveal.row]
+
+    def _fail(self, answer: Answer, error: Exception) -> None:
+        """error: of a form of the answer that turns out to be too much on the way, it is the
+        request's.
+        """
+        job = self._jobs.pop(answer.row)
+        if isinstance(error, ValueError) and (refused := _refusal(error, job.asked)).field in FORMS:
+            error = refused
+        job.fail(error)
 
     def _finish(self, request_id: str, asked: Asked, generation: Generation) -> None:
         if generation.finish_reason == "length":

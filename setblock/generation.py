@@ -1,27 +1,20 @@
-"""Prompts in, text out: batches, streams, stop texts and results over `decode.DecodeState`."""
+"""Prompts in, text out: options, what they ask of a model, and batches of answers."""
 
 import copy
 import json
 import logging
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
-
-from setblock.decode import DecodeState, Rows
 from setblock.grammar import Grammar, compiled
 from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
-from setblock.pieces import TextPieces
 from setblock.prompt_cache import PromptCache
+from setblock.running import Answer, Generation, Reveal, to_their_ends
 from setblock.sampling import Sampler
 from setblock.settings import FORMATS, PENALTIES, Settings
 from setblock.solvers import Solver, parse
-from setblock.verified import BranchDrafts, SolverDrafts
 
 log = logging.getLogger(__name__)
 
@@ -206,66 +199,6 @@ def _spending(
     return {"block_size": best.block_size, "branches": branches, "seeds": best.seeds}
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One row's result.
-
-    nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
-    prefill_forwards: of the batch's longest prompt, see `Rows.encode`.
-    cached_tokens: of the prompt, those that a prompt_cache knew.
-    reveal_step: for each token the forward (1 .. nfe) that revealed it.
-    entropy: for each token the entropy in nats of what was predicted there, without temperature.
-    prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
-    the batch that the row was part of, without what a caller of `stream` did in between.
-    finish_reason: "eos", "stop" or "length".
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    nfe: int
-    prefill_forwards: int
-    reveal_step: tuple[int, ...]
-    entropy: tuple[float, ...]
-    prefill_s: float
-    decode_s: float
-    settings: Settings
-    cached_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Generated tokens, EOS included."""
-        return len(self.token_ids)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """num_tokens / nfe; exactly 1 for mode "ntp"."""
-        return self.num_tokens / self.nfe
-
-    @property
-    def wall_s(self) -> float:
-        """prefill_s + decode_s."""
-        return self.prefill_s + self.decode_s
-
-
-@dataclass(frozen=True)
-class Reveal:
-    """What one forward brought to one row.
-
-    drafts: (offset in the answer, token id) of every token revealed now: never changed, maybe not
-    yet adjacent to the committed text, and cut in the end if an EOS or stop text comes before it.
-    text: the committed text that has grown since the row's last `Reveal`; never taken back.
-    generation: the row's result, with its last `Reveal` only.
-    """
-
-    row: int
-    nfe: int
-    drafts: tuple[tuple[int, int], ...]
-    text: str
-    generation: Generation | None
-
-
 def generate(
     model: Model,
     prompts: Prompts,
@@ -348,7 +281,30 @@ def _stream(
         raise ValueError(
             f"prompt_cache is for one row at a time: batch_size must be 1, got {size} rows together"
         )
-    settings = settings_for(model, size, **options)
+    settings, grammar = checked(model, ids, size, options)
+    in_pieces = text or bool(settings.stop)
+
+    def answers(rows: list[int]) -> list[Answer]:
+        return [Answer(row, ids[row], model, settings, row, in_pieces, grammar) for row in rows]
+
+    return (
+        reveal
+        for rows in batches(ids, size)
+        if not set(rows) <= set(skip)
+        for reveal in to_their_ends(answers(rows), prompt_cache)
+    )
+
+
+def checked(
+    model: Model, ids: list[list[int]], rows: int, options: Options
+) -> tuple[Settings, Grammar | None]:
+    """(the settings, the grammar of each answer, if any) of these prompts, before any forward.
+
+    rows: how many are decoded together.
+    Effects: warns of a mode that the model is not made for, once.
+    Raises: ValueError, see `generate`.
+    """
+    settings = settings_for(model, rows, **options)
     if settings.mode not in model.told and not settings.copies_alone:
         model.told.add(settings.mode)
         if why := unfit(model, settings.mode):
@@ -363,13 +319,7 @@ def _stream(
             raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings, options.get("max_new_tokens") is None)
-    grammar, in_pieces = compiled(model, settings), text or bool(settings.stop)
-    return (
-        reveal
-        for rows in batches(ids, size)
-        if not set(rows) <= set(skip)
-        for reveal in _stream_batch(model, ids, rows, settings, in_pieces, grammar, prompt_cache)
-    )
+    return settings, compiled(model, settings)
 
 
 def ending_at(model: Model, stop: Iterable[str]) -> tuple[Model, list[str]]:
@@ -459,112 +409,3 @@ def _check_prompt(
             f"it exceeds the model's context of {model.context_length} tokens{model.context_note}"
             + (f": at most {most} new ones fit behind it" if most > 0 else "")
         )
-
-
-def _stream_batch(
-    model: Model,
-    ids: list[list[int]],
-    rows: list[int],
-    settings: Settings,
-    in_pieces: bool,
-    grammar: Grammar | None,
-    prompt_cache: PromptCache | None,
-) -> Iterator[Reveal]:
-    """Decode these rows together, to their ends; their texts in pieces, or with the last alone.
-
-    grammar: of each answer.
-    """
-    state = _start(model, [ids[row] for row in rows], rows, settings)
-    if grammar is not None:
-        state.follow(grammar)
-    begin = time.perf_counter()
-    with nullcontext() if prompt_cache is None else prompt_cache.lent(state):
-        yield from _decoded(state, begin, in_pieces)
-
-
-def _decoded(state: Rows, begin: float, in_pieces: bool) -> Iterator[Reveal]:
-    """What each forward brings. begin: when the first one was begun."""
-    prefill_s = None
-    pieces = {row: TextPieces(state.model, state.settings.stop) for row in state.rows.tolist()}
-    answers: dict[int, list[int]] = {row: [] for row in pieces}
-    going = list(pieces)
-    state.encode()
-    while going:
-        revealed = state.step()
-        elapsed = time.perf_counter() - begin
-        if prefill_s is None:
-            prefill_s = elapsed
-        going = []
-        for slot, row in enumerate(state.rows.tolist()):
-            answer = answers[row]
-            fresh, ended = state.committed(slot, len(answer))
-            answer += fresh
-            text, stopped = "", False
-            if in_pieces or ended:
-                answer, text, stopped = pieces[row].extend(answer, ended)
-            generation = None
-            if ended or stopped:
-                generation = _finish(
-                    state, slot, answer, pieces[row], stopped, prefill_s, elapsed - prefill_s
-                )
-            else:
-                going.append(slot)
-            if generation is None and not in_pieces:
-                continue
-            first = int(state.prompt_end[slot])
-            [places] = revealed[slot].nonzero()
-            drafts = tuple(
-                zip((places - first).tolist(), state.tokens[slot, places].tolist(), strict=True)
-            )
-            if drafts:
-                paused = time.perf_counter()
-                yield Reveal(row, int(state.nfe[slot]), drafts, text, generation)
-                begin += time.perf_counter() - paused  # what the caller did meanwhile
-        if 0 < len(going) < len(state.rows):
-            state.select(_closed_up(going))
-
-
-def _closed_up(slots: list[int]) -> list[int]:
-    """These slots, the last of them where others are missing, so that few rows have to be moved."""
-    stay = [slot for slot in slots if slot < len(slots)]
-    moved = slots[len(stay) :]
-    free = iter(moved)
-    kept = set(stay)
-    return [slot if slot in kept else next(free) for slot in range(len(slots))]
-
-
-def _start(model: Model, prompts: list[list[int]], rows: list[int], settings: Settings) -> Rows:
-    if settings.mode != "verified":
-        return DecodeState(model, prompts, rows, settings)
-    kind = BranchDrafts if settings.draft == "branches" else SolverDrafts
-    return kind(model, prompts, rows, settings)
-
-
-def _finish(
-    state: Rows,
-    slot: int,
-    ids: list[int],
-    pieces: TextPieces,
-    stopped: bool,
-    prefill_s: float,
-    decode_s: float,
-) -> Generation:
-    first = int(state.prompt_end[slot])
-    places = slice(first, first + len(ids))
-    if np.isnan(state.entropy[slot, places]).any():
-        raise ValueError(f"the logits of {state.model.name} are not numbers: look at its weights")
-    at_eos = not state.settings.ignore_eos and ids[-1] in state.model.eos_token_ids
-    return Generation(
-        text=pieces.text,
-        token_ids=tuple(ids),
-        finish_reason="stop" if stopped else "eos" if at_eos else "length",
-        prompt_tokens=first,
-        nfe=int(state.nfe[slot]),
-        prefill_forwards=state.prefill_forwards,
-        reveal_step=tuple(state.revealed_at[slot, places].tolist()),
-        entropy=tuple(state.entropy[slot, places].tolist()),
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        settings=state.settings,
-        cached_tokens=state.cache.restored,
-    )

@@ -29,7 +29,7 @@ GRAIN = attention.GRAIN
 # Of one memory. Further shapes run plainly: to record one takes as long as many forwards, and
 # leaving out others for it could go on for ever.
 MOST_GRAPHS = 64
-
+SHARED = 4096  # tokens at least that each row of a memory has room for which others may join
 
 Results = tuple[Tensor, ...]
 Forward = Callable[..., Results]
@@ -66,18 +66,21 @@ class Graphs:
         self._free: list[Recorded] = []
         self._of: weakref.WeakKeyDictionary[PrefixCache, Recorded] = weakref.WeakKeyDictionary()
 
-    def cache(self, num_layers: int, batch: int, capacity: int) -> PrefixCache:
-        """A cache in memory that the last one has left, if it is large enough, or in fresh one."""
-        capacity = -(-capacity // GRAIN) * GRAIN
-        if not self._fitting(batch, capacity):
+    def cache(self, num_layers: int, batch: int, capacity: int, room: int) -> PrefixCache:
+        """A cache in memory that the last one has left, if it is large enough, or in fresh one.
+
+        room: how many rows it may come to; where that is more, they may have SHARED tokens each.
+        """
+        capacity = -(-max(capacity, SHARED if room > batch else 0) // GRAIN) * GRAIN
+        if not self._fitting(room, capacity):
             gc.collect()  # torch.compile leaves cycles that hold a cache
-        if fitting := self._fitting(batch, capacity):
+        if fitting := self._fitting(room, capacity):
             recorded = fitting[0]
             self._free.remove(recorded)
             recorded.memory.clear()
         else:
             self._free.clear()  # too small, and its graphs with it
-            recorded = Recorded(Memory(batch, capacity))
+            recorded = Recorded(Memory(room, capacity))
         cache = PrefixCache(num_layers, batch, capacity, recorded.memory, GRAIN)
         self._of[cache] = recorded
         weakref.finalize(cache, self._free.append, recorded).atexit = False

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from setblock.generation import Generation, stream
+from setblock.generation import stream
 from setblock.model import Model
+from setblock.running import Generation
 
 # Neighbouring forwards are easy to tell apart; after the last colour the first comes again.
 COLORS = (

@@ -163,11 +163,20 @@ class Model:
         """Whether compile() was called."""
         return self._compiled is not None or self._graphs is not None
 
-    def new_cache(self, batch: int, capacity: int) -> PrefixCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens, a forward's own included."""
+    @property
+    def replays(self) -> bool:
+        """Whether forwards are replayed as graphs, which hold a cache's memory in its place."""
+        return self._graphs is not None
+
+    def new_cache(self, batch: int, capacity: int, room: int | None = None) -> PrefixCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens, a forward's own included.
+
+        room: how many rows it may come to by `join`, 0 for one that is to join another; None for
+        these alone.
+        """
         layers = self.network.config.num_hidden_layers
-        if self._graphs is not None:
-            return self._graphs.cache(layers, batch, capacity)
+        if self._graphs is not None and room != 0:
+            return self._graphs.cache(layers, batch, capacity, room or batch)
         return PrefixCache(layers, batch, capacity)
 
     def least_bytes(self, tokens: int) -> int:
@@ -214,7 +223,7 @@ class Model:
             wanted = tokens.shape[1] if logits_at is None else len(logits_at)
             if self.watch is not None:
                 self.watch(cache.lengths.tolist(), layout, wanted)
-            behind = cache.lengths.min() > cache.restored  # a prompt that has been encoded
+            behind = (cache.lengths > cache.restored).all()  # prompts that have been encoded
             if wanted and tokens.shape[1] <= MOST_COMPILED and behind:
                 run, replayed = self._compiled or self._run, self._graphs
             cache.stage(layout)

@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from setblock import attention, cache, sampling, solvers, verified
 from setblock.contenders import now
-from setblock.generation import Generation, generate
+from setblock.generation import generate
 from setblock.model import Model
+from setblock.running import Generation
 
 KINDS = ("head", "solver", "cache", "attention", "linears", "compiled", "other")
 COMPILED = "## Call CompiledFxGraph"  # so the profiler calls a run of torch.compile's kernels

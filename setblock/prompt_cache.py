@@ -1,8 +1,6 @@
 """Keys and values of texts that were decoded before, for the next prompt that begins like one."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +30,7 @@ class PromptCache:
     """What prompts and answers of one model leave for later prompts: of a conversation that goes on
     only what is new has to be encoded.
 
-    For one call at a time, and a network whose weights stay as they are.
+    For one thread at a time, and a network whose weights stay as they are.
     most_tokens: of all texts that are kept, together; those that were used longest ago go first.
     The first of a text that is longer are kept.
     """
@@ -54,11 +52,9 @@ class PromptCache:
         """Keep nothing, and take any model from now on."""
         self._texts, self._network = [], None
 
-    @contextmanager
-    def lent(self, state: Rows) -> Iterator[None]:
-        """Meanwhile the state decodes its one row, behind what is known of its prompt. What it has
-        encoded then is kept, also of an answer that nobody takes to its end, unless there was an
-        error.
+    def fill(self, state: Rows) -> None:
+        """Put what is known of the prompt into the cache of a state of one row, which is empty; not
+        its last token, whose logits are wanted.
 
         Raises: ValueError if the texts are of another model.
         """
@@ -68,18 +64,6 @@ class PromptCache:
                 "prompt_cache holds texts of another model: clear() it, or make one for each model"
             )
         self._network = weakref.ref(network)
-        self._fill(state)
-        try:
-            yield
-        except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole
-            self._keep(state)
-            raise
-        self._keep(state)
-
-    def _fill(self, state: Rows) -> None:
-        """Put what is known of the prompt into the state's cache, which is empty; not its last
-        token, whose logits are wanted.
-        """
         prompt = state.tokens[0, : int(state.prompt_end[0])]
         best = max(reversed(self._texts), key=lambda text: text.common(prompt), default=None)
         count = min(best.common(prompt), len(prompt) - 1) if best else 0
@@ -87,10 +71,12 @@ class PromptCache:
             state.cache.restore(best.saved, count)
             self._use(best)
 
-    def _keep(self, state: Rows) -> None:
-        """Have the text that the state's cache holds among the texts."""
-        count = min(int(state.cache.lengths[0]), self.most_tokens)
-        tokens = state.tokens[0, :count].copy()
+    def keep(self, state: Rows, slot: int) -> None:
+        """Have the text that the state's cache holds of this batch slot among the texts."""
+        count = min(int(state.cache.lengths[slot]), self.most_tokens)
+        tokens = state.tokens[slot, :count].copy()
+        if not count:
+            return
         same = next((text for text in self._texts if text.common(tokens) == count), None)
         if same is not None:
             self._use(same)
@@ -99,7 +85,7 @@ class PromptCache:
         self._texts = [text for text in self._texts if text.common(tokens) < len(text.tokens)]
         while self.num_tokens + count > self.most_tokens:
             del self._texts[0]
-        self._texts.append(Text(tokens, state.cache.saved(count)))
+        self._texts.append(Text(tokens, state.cache.saved(count, slot)))
 
     def _use(self, text: Text) -> None:
         self._texts.remove(text)

@@ -56,7 +56,8 @@ class Sampler:
     ) -> Int[Tensor, "batch block"]:
         """The token of each slot; ties go to the smaller id.
 
-        logits: on any device, where the result will be; rows, position: there, or on the host.
+        logits: on any device, where the result will be; rows, position, seeds: there, or on the
+            host.
         rows: index of each row in the user's input, not its slot in the batch.
         position: absolute positions in the text, the prompt counted.
         seeds: one for each row, instead of `seed`.
@@ -88,8 +89,8 @@ class Sampler:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
             if self.min_p:  # the largest is 0
                 kept = kept.masked_fill(kept < math.log(self.min_p), -torch.inf)
-        rows, position = to_device(logits.device, rows, position)
         seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
+        rows, position, seeds = to_device(logits.device, rows, position, seeds)
         if ids is None:
             ids = torch.arange(logits.shape[-1], device=logits.device)
         return kept + gumbel(seeds, rows, position, ids)

@@ -31,7 +31,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from setblock.calls import Hearing, templated
 from setblock.conversations import prepared, refusal
-from setblock.engine import Engine, Failed, State, why
+from setblock.engine import MOST_ANSWERS, Engine, Failed, State, why
 from setblock.fields import (
     OPTIONS,
     TEXTS_OF_MESSAGE,
@@ -344,7 +344,11 @@ class Completions(Answers, CompletionHandler):
 
 
 def build(
-    model: Model, name: str, block_size: int | None = None, prompt_cache: int = MOST_TOKENS
+    model: Model,
+    name: str,
+    block_size: int | None = None,
+    prompt_cache: int = MOST_TOKENS,
+    most: int = MOST_ANSWERS,
 ) -> FastAPI:
     """The ASGI application that serves the model under this name.
 
@@ -352,9 +356,10 @@ def build(
     and arithmetic, give way to it, as they do not to the model's defaults.
     prompt_cache: tokens of prompts and answers whose keys and values are kept for later requests
     that begin alike.
+    most: answers under way at a time.
     """
     transformers.logging.set_verbosity_error()
-    engine = Engine(model, PromptCache(prompt_cache) if prompt_cache else None)
+    engine = Engine(model, PromptCache(prompt_cache) if prompt_cache else None, most)
     served, state = Served(model, name, block_size), State(engine)
     handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters}
     del handlers["enable_cors"]

@@ -3,7 +3,7 @@
 import json
 import math
 import reprlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from setblock.masks import MOST_SLOTS
@@ -199,6 +199,15 @@ class Settings:
         """Those that change something."""
         told = {name: getattr(self, name) for name in PENALTIES}
         return {name: value for name, value in told.items() if value != PENALTIES[name]}
+
+    @property
+    def shared(self) -> "Settings":
+        """What answers that are decoded together have in common: all but seed, stop texts and
+        limits, but for limits shorter than a draft.
+        """
+        draft = 1 if self.mode == "ntp" else max(self.block_size, self.lookup + 1)
+        most = min(self.max_new_tokens, draft)
+        return replace(self, sampler=replace(self.sampler, seed=0), stop=(), max_new_tokens=most)
 
     @property
     def described(self) -> dict[str, Any]:

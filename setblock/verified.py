@@ -63,9 +63,10 @@ class VerifiedRows(Rows):
         settings: Settings,
         scratch: int,
         width: int,
+        room: int | None = None,
     ) -> None:
         """width: tokens of a draft at most."""
-        super().__init__(model, prompts, rows, settings, scratch)
+        super().__init__(model, prompts, rows, settings, scratch, room)
         self.block_size = min(settings.block_size, settings.max_new_tokens)
         self.draft = np.full((len(prompts), width), model.mask_token_id)
         self.length = np.zeros_like(self.start)
@@ -148,14 +149,15 @@ class VerifiedRows(Rows):
             looked_at = [draft[:length] for draft, length in drafts]
             logits, counts = self._allowed(logits, looked_at)
             self.length = np.minimum(self.length, counts - 1)
-        rows, there = torch.from_numpy(self.rows), torch.from_numpy(places)
-        exact, nats = sampler.pick(logits, rows, there), entropy(logits)
+        rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
+        exact, nats = sampler.pick(logits, rows, there, seeds), entropy(logits)
         if self.settings.lenience == 1 or not longest:
             exact, nats = to_host(exact, nats)
             return exact, nats
         draft = self.draft[:, :longest]
         [drafted] = to_device(logits.device, draft)
-        near = nearly(sampler, logits[:, :-1], rows, there[:, :-1], drafted, self.settings.lenience)
+        before, lenience = there[:, :-1], self.settings.lenience
+        near = nearly(sampler, logits[:, :-1], rows, before, drafted, lenience, seeds)
         exact, nats, near = to_host(exact, nats, near)
         own = exact[:, :-1]
         near = near & (np.arange(longest) < self.length[:, None])
@@ -190,9 +192,10 @@ class SolverDrafts(VerifiedRows):
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         settings: Settings,
+        room: int | None = None,
     ) -> None:
         size = min(settings.block_size, settings.max_new_tokens)
-        super().__init__(model, prompts, rows, settings, scratch=size, width=size - 1)
+        super().__init__(model, prompts, rows, settings, size, size - 1, room)
         self.drafting = np.zeros(self.start.shape, dtype=bool)
         self.steps = np.zeros_like(self.start)
 
@@ -242,8 +245,8 @@ class SolverDrafts(VerifiedRows):
         open_slots = self._open() & self.drafting[:, None]
         [masked] = to_device(logits.device, open_slots)
         predictions = Predictions(logits, places - self.prompt_end[:, None], self.steps)
-        rows = torch.from_numpy(self.rows)
-        chosen = self.settings.sampler.pick(logits, rows, torch.from_numpy(places))
+        rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
+        chosen = self.settings.sampler.pick(logits, rows, there, seeds)
         reveal = revealed_by(self.settings.solver, predictions, masked)
         reveal, chosen = to_host(reveal, chosen)
         check_revealed(self.settings.solver, reveal, open_slots)
@@ -270,6 +273,7 @@ class BranchDrafts(VerifiedRows):
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         settings: Settings,
+        room: int | None = None,
     ) -> None:
         size = min(settings.block_size, settings.max_new_tokens)
         self.lookup = min(settings.lookup, settings.max_new_tokens - 1)
@@ -277,7 +281,7 @@ class BranchDrafts(VerifiedRows):
         lengths = width + 1 if settings.branches is None else min(settings.branches, width + 1)
         self.num_lengths = lengths if size > 1 else 0  # blocks of one token draft nothing
         scratch = width + 1 + size * self.num_lengths * (1 + settings.seeds)
-        super().__init__(model, prompts, rows, settings, scratch, width)
+        super().__init__(model, prompts, rows, settings, scratch, width, room)
         self.confidence = np.zeros(self.draft.shape, dtype=np.float32)
         self.sure = np.zeros(self.start.shape, dtype=bool)
         self.runners = np.full((*self.draft.shape, settings.seeds), model.mask_token_id)
@@ -380,8 +384,8 @@ class BranchDrafts(VerifiedRows):
         first = np.maximum(taken(before, branch), 0)
         slots = branch * size + np.minimum(first + np.arange(size), size - 1)
         last = self._tokens_at((self.start - 1)[:, None])[:, 0]
-        slots, last, rows, places = to_device(
-            logits.device, slots, last, self.rows, self._places(size)
+        slots, last, rows, places, seeds = to_device(
+            logits.device, slots, last, self.rows, self._places(size), self.seeds
         )
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
         sampler, joining = self.settings.sampler, None
@@ -389,19 +393,19 @@ class BranchDrafts(VerifiedRows):
             context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
             embedding = self.model.network.get_input_embeddings()
             joining = self.model.chain, embedding, context, last
-        drafted, at, logits, ids = drafts_of(sampler, logits, rows, places, joining)
+        drafted, at, logits, ids = drafts_of(sampler, logits, rows, places, joining, seeds)
         confidence = logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
         runners = drafted[..., None][..., :0]
         if self.settings.seeds:
             # Whatever verification may say here: nothing is left out for being unlikely.
-            others = sampler.perturbed(logits, rows, places, ids=ids, truncate=False)
+            others = sampler.perturbed(logits, rows, places, seeds, ids, truncate=False)
             others = others.scatter(-1, at[..., None], -torch.inf)
             ranked = others.topk(min(self.settings.seeds, others.shape[-1]), dim=-1)
             runners = ranked.indices if ids is None else ids.gather(-1, ranked.indices)
             runners = runners.masked_fill(ranked.values == -torch.inf, self.model.mask_token_id)
         likely = drafted[..., None][..., :0]
         if self.bounded:
-            scores = sampler.perturbed(logits, rows, places, ids=ids, truncate=False)
+            scores = sampler.perturbed(logits, rows, places, seeds, ids, truncate=False)
             likely = scores.topk(min(LIKELY, scores.shape[-1]), dim=-1).indices
             likely = likely if ids is None else ids.gather(-1, likely)
         drafted, confidence, runners, likely = to_host(drafted, confidence, runners, likely)

@@ -27,7 +27,7 @@ class TableCache:
         self.capacity = capacity
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.staged: list[list[int]] | None = None
-        self.restored = 0
+        self.restored = np.zeros(batch, dtype=np.int64)
 
     @property
     def lengths(self) -> ndarray:
@@ -59,17 +59,28 @@ class TableCache:
             assert 0 <= count <= len(self.tokens[row])
             self.tokens[row] = self.tokens[row][: len(self.tokens[row]) - count]
 
-    def saved(self, count: int) -> list[int]:
-        assert count <= len(self.tokens[0])
-        return self.tokens[0][:count]
+    def saved(self, count: int, row: int = 0) -> list[int]:
+        assert count <= len(self.tokens[row])
+        return self.tokens[row][:count]
 
     def restore(self, saved: list[int], count: int) -> None:
         assert self.tokens == [[]]
         assert count <= len(saved)
-        self.tokens, self.restored = [saved[:count]], count
+        self.tokens, self.restored = [saved[:count]], np.array([count])
+
+    def has_room_for(self, other: "TableCache") -> bool:
+        return True
+
+    def join(self, other: "TableCache") -> None:
+        assert self.staged is None
+        assert other.staged is None
+        self.capacity = max(self.capacity, other.capacity)
+        self.tokens = [*self.tokens, *other.tokens]
+        self.restored = np.concatenate([self.restored, other.restored])
 
     def select(self, rows: ndarray) -> None:
         self.tokens = [self.tokens[row] for row in rows.tolist()]
+        self.restored = self.restored[rows]
         self.staged = None if self.staged is None else [self.staged[row] for row in rows.tolist()]
 
 
@@ -131,7 +142,13 @@ class TableModel(Model):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
-    def new_cache(self, batch: int, capacity: int) -> TableCache:  # type: ignore[override]
+    @property
+    def replays(self) -> bool:
+        return False
+
+    def new_cache(  # type: ignore[override]
+        self, batch: int, capacity: int, room: int | None = None
+    ) -> TableCache:
         return TableCache(batch, capacity)
 
     def forward(

@@ -13,8 +13,8 @@ import httpx
 import openai
 import uvicorn
 
-from setblock.generation import Generation
 from setblock.nano import problems
+from setblock.running import Generation
 
 USER = {"role": "user", "content": "hi"}
 QUESTIONS = tuple(problems(name, "validation", 1)[0].prompt for name in ("arithmetic", "json"))

@@ -92,13 +92,13 @@ def test_a_system_message_comes_first(run, trained):
 
 def test_what_was_encoded_is_not_again(run, trained, monkeypatch):
     filled = []
-    fill = prompt_cache.PromptCache._fill
+    fill = prompt_cache.PromptCache.fill
 
     def seen(self, state):
         fill(self, state)
-        filled.append(state.cache.restored)
+        filled.extend(state.cache.restored.tolist())
 
-    monkeypatch.setattr(prompt_cache.PromptCache, "_fill", seen)
+    monkeypatch.setattr(prompt_cache.PromptCache, "fill", seen)
     run("chat", trained, *FEW, "--mode", "ntp", stdin=io.StringIO(LINES))
     assert filled == [0, len("<ab>"), len("<")]  # a token each; this template's answers begin anew
 

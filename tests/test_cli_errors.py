@@ -20,7 +20,7 @@ from conftest import SHORT, api, copied
 from safetensors import SafetensorError
 from stops import STOPS
 
-from setblock import cli, generation
+from setblock import cli, running
 
 # Errors: one line on stderr, exit code not 0
 
@@ -212,7 +212,7 @@ def test_a_signal_while_decoding(run, trained, monkeypatch, command, as_json, nu
         "evaluate": [trained, "--task", "lists", *SHORT],
     }[command]
 
-    def interrupted(self: generation.DecodeState) -> None:
+    def interrupted(self: running.DecodeState) -> None:
         try:
             signal.raise_signal(number)
         finally:
@@ -223,7 +223,7 @@ def test_a_signal_while_decoding(run, trained, monkeypatch, command, as_json, nu
 
     for commands in (cli.answering, cli.showing, cli.measuring):
         monkeypatch.setattr(commands, "warm_up", lambda model, mode: None)
-    monkeypatch.setattr(generation.DecodeState, "step", interrupted)
+    monkeypatch.setattr(running.DecodeState, "step", interrupted)
     result = run(command, *words, *["--json"] * as_json)
     assert (result.code, result.err) == (128 + number, f"error: {how}\n")
     assert signal.getsignal(number) == before

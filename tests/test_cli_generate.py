@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import SHORT, api
 
-from setblock import cli, generation, loading, roofline
+from setblock import cli, generation, loading, roofline, running
 from setblock.cli import common
 from setblock.model import Model
 
@@ -156,7 +156,7 @@ def test_verified_takes_two_forwards_a_cycle_where_that_is_quicker(run, trained,
 def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
     """The clock stands still but for one second in each of these three."""
     now = 0.0
-    load, start, step = loading.load, common.warm_up, generation.DecodeState.step
+    load, start, step = loading.load, common.warm_up, running.DecodeState.step
 
     def second(function: Callable) -> Callable:
         def timed(*words: Any, **options: Any) -> Any:
@@ -166,10 +166,10 @@ def test_seconds_leave_out_loading_and_warm_up(run, trained, monkeypatch):
 
         return timed
 
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(running.time, "perf_counter", lambda: now)
     monkeypatch.setattr(loading, "load", second(load))
     monkeypatch.setattr(cli.answering, "warm_up", second(start))
-    monkeypatch.setattr(generation.DecodeState, "step", second(step))
+    monkeypatch.setattr(running.DecodeState, "step", second(step))
     words = ["--prompt", "hi", "--solver", "fixed:2", "--json", *SHORT]
     answer = run("generate", trained, *words).json
     assert answer["prefill_s"] == 1

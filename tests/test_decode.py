@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from setblock import decode
-from setblock.generation import Generation, generate, settings_for
+from setblock.generation import generate, settings_for
 from setblock.masks import Layout
 from setblock.model import Model
+from setblock.running import Generation
 from setblock.settings import MODES
 from setblock.solvers import FORMS
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken
 
-from setblock.generation import Reveal, ending_at, generate, stream
+from setblock.generation import ending_at, generate, stream
 from setblock.loading import load
 from setblock.model import Model, _byte_ids
+from setblock.running import Reveal
 
 
 class WordModel(TableModel):

@@ -12,7 +12,7 @@ from fakes import MASK, TableModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from setblock import generation
+from setblock import running
 from setblock.generation import generate, settings_for, stream
 from setblock.loading import load
 from setblock.roofline import Spending
@@ -24,15 +24,15 @@ from setblock.solvers import EntropyBound, FixedCount, entropy
 def test_seconds_are_not_those_of_the_caller(monkeypatch):
     """The clock moves by a second in each forward, and by an hour between two events."""
     now = 0.0
-    step = generation.DecodeState.step
+    step = running.DecodeState.step
 
-    def timed(self: generation.DecodeState) -> Any:
+    def timed(self: running.DecodeState) -> Any:
         nonlocal now
         now += 1
         return step(self)
 
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(generation.DecodeState, "step", timed)
+    monkeypatch.setattr(running.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(running.DecodeState, "step", timed)
     ended = []
     options: Any = {"mode": "ntp", "max_new_tokens": 6, "ignore_eos": True}
     for reveal in stream(TableModel.random(), [[5, 6], [7]], **options):
@@ -289,7 +289,7 @@ def test_numbers_of_a_result(mode, stop):
 @given(st.sets(st.integers(0, 11), min_size=1))
 def test_rows_that_leave_are_filled_up_from_the_end(going):
     slots = sorted(going)
-    found = generation._closed_up(slots)
+    found = running.closed_up(slots)
     assert sorted(found) == slots
     moved = [slot for place, slot in enumerate(found) if place != slot]
     assert len(moved) == sum(slot >= len(slots) for slot in slots), "no more than must"

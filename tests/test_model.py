@@ -184,8 +184,8 @@ def test_memory_grows_with_the_text(checkpoint, monkeypatch):
     monkeypatch.setattr(cache, "AHEAD", 5)
     rooms, grow = [], cache.Memory.grow
 
-    def growing(memory, needed):
-        grow(memory, needed)
+    def growing(memory, needed, rows):
+        grow(memory, needed, rows)
         rooms.append(memory.room)
 
     monkeypatch.setattr(cache.Memory, "grow", growing)

@@ -52,7 +52,8 @@ LEVELS = (
     ("trial", "grammar"),
     ("loading", "decode", "pieces", "views", "forced"),
     ("verified", "likelihood", "train", "calls", "prompt_cache"),
-    ("generation", "vllm"),
+    ("running", "vllm"),
+    ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     (
         "answers",

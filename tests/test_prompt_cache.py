@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graphs import WAYS
 
-from setblock import generation, prompt_cache
+from setblock import prompt_cache, running
 from setblock.decode import CHUNK, Rows
 from setblock.generation import generate, stream
 from setblock.loading import load
@@ -166,9 +166,9 @@ def test_an_answer_that_is_left_is_kept_as_far_as_it_came():
 def test_ctrl_c_keeps_what_was_encoded(monkeypatch):
     model, cache = TableModel.random(), PromptCache()
     options: dict[str, Any] = {"mode": "ntp", "max_new_tokens": 9, "ignore_eos": True}
-    step, count = generation.DecodeState.step, 0
+    step, count = running.DecodeState.step, 0
 
-    def interrupted(self: generation.DecodeState) -> Any:
+    def interrupted(self: running.DecodeState) -> Any:
         nonlocal count
         count += 1
         if count == 4:
@@ -176,7 +176,7 @@ def test_ctrl_c_keeps_what_was_encoded(monkeypatch):
         return step(self)
 
     [plain] = generate(model, [[3, 4, 5]], **options)
-    monkeypatch.setattr(generation.DecodeState, "step", interrupted)
+    monkeypatch.setattr(running.DecodeState, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(model, [[3, 4, 5]], prompt_cache=cache, **options)
     assert spelled(cache) == [[3, 4, 5, *plain.token_ids[:2]]]
@@ -192,7 +192,7 @@ def test_nothing_is_kept_of_an_error(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("setblock.generation.DecodeState.step", broken)
+        patch.setattr("setblock.running.DecodeState.step", broken)
         with pytest.raises(MemoryError):
             generate(model, [[3, 4, 5]], **options)
     assert cache.num_tokens == 0

@@ -303,7 +303,7 @@ def test_clients_that_leave_hold_nothing(address, app, client, nano, monkeypatch
     assert engine.done == {}
 
 
-@pytest.mark.parametrize("place", ["nano.forward", "engine.stream", "nano.tokenizer.__call__"])
+@pytest.mark.parametrize("place", ["nano.forward", "engine.checked", "nano.tokenizer.__call__"])
 @pytest.mark.parametrize("error", [RuntimeError('out of "memory"'), MemoryError(), StopIteration()])
 def test_an_answer_that_fails_is_an_error_to_its_client(
     address, client, nano, monkeypatch, place, error
@@ -320,8 +320,8 @@ def test_an_answer_that_fails_is_an_error_to_its_client(
     with monkeypatch.context() as patch:
         if place == "nano.forward":
             patch.setattr(nano, "forward", broken)
-        elif place == "engine.stream":
-            patch.setattr("setblock.engine.stream", broken)
+        elif place == "engine.checked":
+            patch.setattr("setblock.engine.checked", broken)
         else:
             patch.setattr(type(nano.tokenizer), "__call__", broken)
         response = httpx.post(path, json=body)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from setblock import evaluate, generation, nano, tune
+from setblock import evaluate, generation, nano, running, tune
 from setblock.evaluate import Form
 from setblock.loading import load
 from setblock.roofline import ACCEPTANCE, fitted_acceptance
@@ -192,20 +192,20 @@ def test_a_batch_is_decoded_once_and_all_of_its_time_counts(model, monkeypatch):
     """Of prompts of any length. A second is a forward."""
     monkeypatch.setattr(nano, "check", lambda one, text: True)
     items = [*nano.problems("json", "validation", 16), *nano.problems("lists", "validation", 16)]
-    seconds, rows, forward, start = 0, 0, type(model).forward, generation._start
+    seconds, rows, forward, start = 0, 0, type(model).forward, running._start
 
     def timed(*given, **more):
         nonlocal seconds
         seconds += 1
         return forward(*given, **more)
 
-    def counted(model, prompts, *given):
+    def counted(answers, room):
         nonlocal rows
-        rows += len(prompts)
-        return start(model, prompts, *given)
+        rows += len(answers)
+        return start(answers, room)
 
     monkeypatch.setattr(type(model), "forward", timed)
-    monkeypatch.setattr(generation, "_start", counted)
+    monkeypatch.setattr(running, "_start", counted)
     monkeypatch.setattr(evaluate, "time", SimpleNamespace(perf_counter=lambda: seconds))
     kept: dict[int, list] = {}
     for size, told in ((3, [9, 16]), (8, [8, 16]), (16, [16, 16])):

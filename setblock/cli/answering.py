@@ -53,8 +53,8 @@ from setblock.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from setblock.generation import Generation
     from setblock.model import Model
+    from setblock.running import Generation
 
 SLOW_S = 5.0  # of an answer, from which on it is worth saying what else may slow it down
 

@@ -92,7 +92,8 @@ def serve(
     engine: Annotated[
         Engine,
         typer.Option(
-            help="transformers: one request at a time. vllm: many, where it is installed."
+            help="transformers: a server for some users, without further installation. vllm: for "
+            "many, where it is installed."
         ),
     ] = Engine.transformers,
     host: Annotated[
@@ -111,6 +112,15 @@ def serve(
             "--allow-untrained", help="Serve a model that was never trained for set block decoding."
         ),
     ] = False,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Engine transformers: answers under way at a time at most, of which those with "
+            "the same settings share forwards; 1 answers one request after the other.",
+            show_default="8",
+        ),
+    ] = None,
     prompt_cache: Annotated[
         int | None,
         typer.Option(
@@ -158,7 +168,7 @@ def serve(
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
 
     Mode, solver and block size are what a request gets that names none. Engine transformers answers
-    one request after the other and has no authentication: listen on other addresses than the
+    several requests at a time and has no authentication: listen on other addresses than the
     loopback behind a proxy alone; with --json, one line says where it listens. Engine vllm is
     vLLM's own server.
     """
@@ -172,6 +182,7 @@ def serve(
         ours = {"--device": device, "--json": as_json, "--pack": pack}
         ours["--compile"] = compile is not Compile.off
         ours["--prompt-cache"] = prompt_cache is not None
+        ours["--batch-size"] = batch_size is not None
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
         more = ["--host", host, "--port", str(port), *(words or ())]
@@ -191,6 +202,7 @@ def serve(
         with starting(model_name):
             import uvicorn
 
+            from setblock.engine import MOST_ANSWERS
             from setblock.prompt_cache import MOST_TOKENS
             from setblock.serve import build
     except ImportError as error:
@@ -223,7 +235,8 @@ def serve(
             with err.status(Text(f"making kernels of {model_name}")):
                 warm_up(model, {} if chosen.mode == "ntp" else {"block_size": block_size})
         kept = MOST_TOKENS if prompt_cache is None else prompt_cache
-        application = build(model, model_name, block_size, kept)
+        most = batch_size or MOST_ANSWERS
+        application = build(model, model_name, block_size, kept, most)
         with _naming(host, port):  # another may have come first meanwhile
             listening.listen()
         place = f"[{host}]" if ":" in host else host

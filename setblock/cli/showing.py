@@ -35,7 +35,7 @@ from setblock.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from setblock.generation import Generation
+    from setblock.running import Generation
 
 
 @app.command()

@@ -1,0 +1,359 @@
+"""Answers that join others on their way: each gets what it would get alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import gated_adapter
+from fakes import TableModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_graphs import WAYS
+
+from setblock import graphs, running
+from setblock.cache import Memory, PrefixCache
+from setblock.decode import CHUNK
+from setblock.generation import checked, generate
+from setblock.loading import load
+from setblock.masks import causal_layout
+from setblock.model import Model
+from setblock.prompt_cache import PromptCache
+from setblock.running import Answer, Generation, Running
+
+PROMPTS = [[5, 9, 30, 7], [8], [40, 41, 42] * 9, [5, 9, 30, 8, 2], [7, 7]]
+SHORT: dict[str, Any] = {"block_size": 4, "max_new_tokens": 14}
+
+
+def answer_of(model: Any, row: int, prompt: list[int], **options: Any) -> Answer:
+    given: Any = options
+    found, grammar = checked(model, [prompt], 1, given)
+    return Answer(row, prompt, model, found, 0, True, grammar)
+
+
+def ended(batch: Running, waiting: Sequence[tuple[int, Answer]]) -> dict[int, Generation]:
+    """Results by row; each of the waiting begins at its turn or, in order, as soon as it may."""
+    results, turn, queue = {}, 0, list(waiting)
+    while queue or len(batch):
+        if queue and turn >= queue[0][0] and not batch.coming:
+            answer = queue[0][1]
+            if (not len(batch) or batch.suits(answer)) and batch.begin([answer]):
+                del queue[0]
+        reveals = [
+            *(batch.step() if batch.answers else ()),
+            *(batch.come() if batch.coming else ()),
+        ]
+        for reveal in reveals:
+            if reveal.generation is not None:
+                results[reveal.row] = reveal.generation
+        turn += 1
+    return results
+
+
+def told(one: Generation) -> Any:
+    return one.token_ids, one.text, one.nfe, one.reveal_step, one.finish_reason, one.settings
+
+
+def same(found: Generation, expected: Generation) -> None:
+    assert told(found) == told(expected)
+    assert found.prefill_forwards == expected.prefill_forwards
+    assert np.allclose(found.entropy, expected.entropy, atol=1e-4)
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> Generation:
+    return generate(model, [prompt], **options)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3-window"])
+def test_who_joins_is_told_the_same(checkpoint, kind, way):
+    """Greedily and sampled, each with its own seed, limit and stop text."""
+    model = load(checkpoint(kind))
+    for more in ({}, {"temperature": 1.0, "ignore_eos": True}):
+        hows = [
+            {**SHORT, **WAYS[way], **more, "max_new_tokens": 20 - 3 * row, "seed": row}
+            for row in range(len(PROMPTS))
+        ]
+        hows[1]["stop"] = "a"
+        asked = [
+            (2 * row, answer_of(model, row, prompt, **how))
+            for row, (prompt, how) in enumerate(zip(PROMPTS, hows, strict=True))
+        ]
+        found = ended(Running(room=3), asked)
+        for row, (prompt, how) in enumerate(zip(PROMPTS, hows, strict=True)):
+            same(found[row], alone(model, prompt, **how))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_gated_adapter_whose_drafts_are_joined(checkpoint, tmp_path):
+    gated_adapter(load(checkpoint()), tmp_path, chain_width=8)
+    model = load(tmp_path)
+    for way in (WAYS[name] for name in ("sbd", "seeded", "verified")):
+        how = {**SHORT, **way, "temperature": 1.0}
+        asked = [
+            (row, answer_of(model, row, prompt, **how, seed=row))
+            for row, prompt in enumerate(PROMPTS)
+        ]
+        for row, found in ended(Running(room=5), asked).items():
+            same(found, alone(model, PROMPTS[row], **how, seed=row))
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_answers_at_any_time(data):
+    """Over a cache that checks itself what it is asked to hold, filled from earlier prompts."""
+    model = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=7)
+    how = data.draw(st.sampled_from(list(WAYS.values())))
+    kept = data.draw(st.sampled_from([None, PromptCache(30)]))
+    asked, expected, turn = [], [], 0
+    for row in range(data.draw(st.integers(1, 6))):
+        prompt = data.draw(st.lists(st.integers(3, 5), min_size=1, max_size=8))
+        limit = data.draw(st.integers(4, 14))
+        options = {**SHORT, **how, "max_new_tokens": limit, "temperature": 1.0, "seed": row % 2}
+        turn += data.draw(st.integers(0, 5))
+        asked.append((turn, answer_of(model, row, prompt, **options)))
+        expected.append(alone(model, prompt, **options))
+    found = ended(Running(room=6, prompt_cache=kept), asked)
+    for row, one in enumerate(expected):
+        assert told(found[row]) == told(one)
+
+
+@pytest.mark.parametrize("way", ["ntp", "sbd", "verified"])
+def test_a_long_prompt_is_encoded_between_the_steps_of_others(way):
+    model = TableModel.random(context_length=4000, vocab_size=8)
+    text = np.random.default_rng(0).integers(3, 8, 2 * CHUNK + 5).tolist()
+    how = {**SHORT, **WAYS[way], "ignore_eos": True}
+    batch = Running(room=2)
+    first, long = (answer_of(model, row, one, **how) for row, one in enumerate(([5, 6], text)))
+    batch.begin([first])
+    batch.come()
+    batch.begin([long])
+    said = []
+    while batch.coming:
+        said.append(len(first.ids))
+        batch.step()
+        batch.come()
+    assert len(said) == 3, "parts of the prompt"
+    assert sorted(set(said)) == said, "the other goes on meanwhile"
+    results = ended(batch, [])
+    same(results[1], alone(model, text, **how))
+    same(results[0], alone(model, [5, 6], **how))
+
+
+# ------------------------------------------------------------------ who leaves
+
+
+def test_who_leaves_does_not_disturb_the_others():
+    """On its way, while it comes, and as the last; what is encoded is kept."""
+    model, kept = TableModel.random(), PromptCache()
+    how: Any = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 9}
+    batch = Running(room=4, prompt_cache=kept)
+    answers = [answer_of(model, row, [3 + row] * 4, **how) for row in range(4)]
+    for answer in answers[:3]:
+        batch.begin([answer])
+        batch.come()
+    batch.step()
+    batch.begin([answers[3]])
+    batch.leave([answers[0], answers[3]])
+    assert (batch.answers, batch.coming) == ([answers[2], answers[1]], [])
+    said = answers[0].ids
+    assert kept.num_tokens == 4 + len(said) - 1
+    results = ended(batch, [])
+    for row in (1, 2):
+        same(results[row], alone(model, [3 + row] * 4, **how))
+    [again] = generate(model, [[3] * 4 + said], prompt_cache=kept, **how)
+    assert again.cached_tokens == 4 + len(said) - 1
+    last = answer_of(model, 0, [3, 4], **how)
+    batch.begin([last])
+    batch.come()
+    batch.leave([last])
+    assert len(batch) == 0
+    same(ended(batch, [(0, answer_of(model, 5, [6], **how))])[5], alone(model, [6], **how))
+
+
+def test_memory_is_given_back_once_nobody_is_there(checkpoint):
+    model = load(checkpoint())
+    batch = Running(room=2)
+    ended(batch, [(0, answer_of(model, 0, [5, 6], **SHORT, mode="ntp"))])
+    assert batch._state is None
+
+
+# ------------------------------------------------------------------ who may join
+
+
+def test_who_is_decoded_together():
+    model, other = TableModel.random(), TableModel.random()
+    batch = Running(room=3)
+    batch.begin([answer_of(model, 0, [5], mode="sbd", solver="fixed:2", block_size=4)])
+
+    def suits(one: Any = model, **options: Any) -> bool:
+        given = {"mode": "sbd", "solver": "fixed:2", "block_size": 4, **options}
+        return batch.suits(answer_of(one, 1, [6, 7], **given))
+
+    assert suits()
+    assert suits(seed=5, stop="a", max_new_tokens=4)
+    assert not suits(max_new_tokens=3), "shorter than a block"
+    assert not suits(temperature=1.0)
+    assert not suits(solver="fixed:3")
+    assert not suits(block_size=5)
+    assert not suits(mode="ntp", solver=None)
+    assert not suits(ignore_eos=True)
+    assert not suits(other)
+    closed = Running()
+    closed.begin([answer_of(model, 0, [5], mode="ntp")])
+    assert not closed.suits(answer_of(model, 1, [5], mode="ntp")), "which nobody may join"
+
+
+def test_a_batch_whose_forward_failed_goes_on_without_those(monkeypatch):
+    model = TableModel.random()
+    how: Any = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 6}
+    first, second, third = (answer_of(model, row, [3 + row], **how) for row in range(3))
+    batch = Running(room=3)
+    batch.begin([first])
+    batch.come()
+    batch.begin([second])
+
+    def broken(*given: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.DecodeState, "join", broken)
+        with pytest.raises(MemoryError):
+            batch.come()
+    batch.give_up(batch.coming)
+    assert (batch.answers, batch.coming) == ([first], [])
+    batch.begin([second])
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", broken)
+        with pytest.raises(MemoryError):
+            batch.step()
+    batch.give_up(batch.answers)
+    assert (batch.answers, batch.coming) == ([], [second])
+    found = ended(batch, [(0, third)])
+    for row, answer in ((1, second), (2, third)):
+        same(found[row], alone(model, list(answer.prompt), **how))
+
+
+# ------------------------------------------------------------------ caches
+
+
+def encoded(model: Model, cache: PrefixCache, ids: list[int]) -> None:
+    """Have these behind the prefix of its one row."""
+    position = int(cache.lengths[0]) + torch.arange(len(ids))[None]
+    model.forward(torch.tensor([ids]), causal_layout(position), cache)
+    cache.keep(np.array([len(ids)]))
+
+
+def holds(model: Model, cache: PrefixCache, row: int, ids: list[int]) -> None:
+    """The row's prefix is this text."""
+    fresh = model.new_cache(1, 64)
+    encoded(model, fresh, ids)
+    found: Any = cache.saved(len(ids), row)
+    expected: Any = fresh.saved(len(ids))
+    for pair, other in zip(found, expected, strict=True):
+        assert all(torch.allclose(*both, atol=1e-5) for both in zip(pair, other, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(3, 9, 2), (9, 3, 30), (1, 1, 1)])
+def test_a_cache_that_joined_holds_the_keys_of_both(checkpoint, lengths):
+    model = load(checkpoint())
+    texts = [list(range(5, 5 + length)) for length in lengths]
+    caches = [model.new_cache(1, length + 4) for length in lengths]
+    for cache, text in zip(caches, texts, strict=True):
+        encoded(model, cache, text)
+    whole, *others = caches
+    for other in others:
+        whole.join(other)
+    assert whole.lengths.tolist() == list(lengths)
+    for row, text in enumerate(texts):
+        holds(model, whole, row, text)
+    tokens = torch.full((3, 2), 7)
+    position = torch.from_numpy(whole.lengths)[:, None] + torch.arange(2)
+    logits = model.forward(tokens, causal_layout(position), whole)
+    for row, text in enumerate(texts):
+        plain = model.forward(
+            torch.tensor([[*text, 7, 7]]), causal_layout(torch.arange(len(text) + 2)[None])
+        )
+        assert torch.allclose(logits[row], plain[0, -2:], atol=1e-4)
+
+
+def test_what_others_left_in_memory_is_gone(checkpoint):
+    """A NaN in a slot that nobody sees would spoil a sum: 0 * NaN."""
+    model = load(checkpoint())
+    whole, other = model.new_cache(2, 30), model.new_cache(1, 30)
+    tokens = torch.tensor([[5, 6, 7]] * 2)
+    model.forward(tokens, causal_layout(torch.arange(3).repeat(2, 1)), whole)
+    whole.keep(np.array([3, 3]))
+    whole.memory.fill_at_random()
+    layers: Any = whole.layers
+    for layer in layers:
+        layer.keys[1] = layer.values[1] = torch.nan
+    whole.select(np.array([0]))
+    encoded(model, other, [5, 6])
+    whole.join(other)
+    assert all(torch.isfinite(layer.keys).all() for layer in layers)
+    assert all(torch.isfinite(layer.values).all() for layer in layers)
+
+
+def test_memory_that_can_not_grow_is_left_as_it_was(checkpoint, monkeypatch):
+    """Where it fails in the middle, what is there goes on being there."""
+    model = load(checkpoint())
+    whole, other = model.new_cache(1, 30), model.new_cache(1, 30)
+    encoded(model, whole, [5, 6, 7])
+    encoded(model, other, [8, 9])
+    new_zeros, count = torch.Tensor.new_zeros, 0
+
+    def scarce(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise MemoryError
+        return new_zeros(tensor, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", scarce)
+        with pytest.raises(MemoryError):
+            whole.join(other)
+    assert whole.lengths.tolist() == [3]
+    encoded(model, whole, [10])
+    whole.join(other)
+    assert whole.lengths.tolist() == [4, 2]
+    for row, text in enumerate(([5, 6, 7, 10], [8, 9])):
+        holds(model, whole, row, text)
+
+
+def test_graphs_memory_has_room_for_those_who_may_come(checkpoint, simulated_graphs, monkeypatch):
+    """They join within it; who needs more waits until nobody is there."""
+    monkeypatch.setattr(graphs, "GRAIN", 16)
+    monkeypatch.setattr(graphs, "SHARED", 48)
+    plain, model = load(checkpoint()), load(checkpoint(), compile="graphs")
+    how: Any = {**SHORT, "mode": "ntp", "ignore_eos": True}
+    batch = Running(room=2)
+    batch.begin([answer_of(model, 0, [5, 6], **how)])
+    batch.come()
+    long = answer_of(model, 2, [5] * 40, **how)
+    third = answer_of(model, 1, [7], **how)
+    assert not batch.begin([long])
+    assert batch.begin([third])
+    batch.come()
+    assert not batch.begin([answer_of(model, 3, [7], **how)]), "no row is free"
+    found = ended(batch, [(0, long)])
+    for row, prompt in ((0, [5, 6]), (1, [7]), (2, list(long.prompt))):
+        same(found[row], alone(plain, prompt, **how))
+    assert len(simulated_graphs) > 1
+    assert isinstance(batch, Running)
+
+
+def test_room_is_made_row_by_row(checkpoint):
+    model = load(checkpoint())
+    memory = Memory(1, 50, fixed=False)
+    cache = PrefixCache(model.network.config.num_hidden_layers, 1, 50, memory)
+    encoded(model, cache, [5, 6])
+    rows = [memory.rows]
+    for _ in range(5):
+        other = model.new_cache(1, 20)
+        encoded(model, other, [7, 8, 9])
+        cache.join(other)
+        rows.append(memory.rows)
+    assert rows == [1, 2, 4, 4, 8, 8]
