@@ -261,21 +261,31 @@ class PrefixCache(Cache):
             for layer in self._own:
                 layer.grown()
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row may come to hold, a forward's own included."""
+        return self.memory.capacity
+
+    def widen(self, capacity: int) -> bool:
+        """Let rows come to hold so many tokens; whether they may."""
+        if not self.memory.fixed:
+            self.memory.widen(capacity)
+            self.slots.capacity = self.memory.capacity
+        return capacity <= self.memory.capacity
+
     def has_room_for(self, other: "PrefixCache") -> bool:
         """Whether another's rows can join, with all that these may come to hold."""
         memory, rows = self.memory, len(self.lengths) + len(other.lengths)
-        fits = rows <= memory.rows and other.memory.capacity <= memory.capacity
+        fits = rows <= memory.rows and other.capacity <= memory.capacity
         return fits or not memory.fixed
 
     def join(self, other: "PrefixCache") -> None:
         """Have another cache's rows behind its own, copied."""
         assert self.has_room_for(other), "no room for these rows"
         longest, rows = int(other.lengths.max()), len(self.lengths) + len(other.lengths)
-        if not self.memory.fixed:
-            self.memory.widen(other.memory.capacity)
-            self.slots.capacity = self.memory.capacity
-            if longest > self.memory.room or rows > self.memory.rows:
-                self._grow(longest, rows)
+        self.widen(other.capacity)
+        if longest > self.memory.room or rows > self.memory.rows:
+            self._grow(longest, rows)
         for own, theirs in zip(self._own, other._own, strict=True):
             own.join(theirs, longest)
         self.lengths = np.concatenate([self.lengths, other.lengths])

@@ -1,6 +1,7 @@
 """What decodes behind transformers' server: several requests at a time, each a stream of text."""
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
@@ -169,8 +170,11 @@ class Engine(GenerateManager):
         except (ValueError, TypeError) as error:
             raise _refusal(error, asked) from None
         in_pieces |= bool(settings.stop)
+        among = None
+        if settings.mode == "verified" and settings.lenience == 1:
+            among = functools.cache(lambda rows: settings_for(model, rows, **given))
         number = next(self._numbers)
-        return Answer(number, ids, model, settings, 0, in_pieces, grammar)
+        return Answer(number, ids, model, settings, 0, in_pieces, grammar, among)
 
     def _ask(self, job: Job) -> None:
         self._waiting.append(job)

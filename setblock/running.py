@@ -1,7 +1,7 @@
 """Answers on their way: decoded together, with others that join them and leave as they end."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +81,8 @@ class Answer:
 
     row: what its reveals call it. noise: the row of its sampling noise.
     model: whose text it is. in_pieces: whether that is wanted piece by piece, or at the end alone.
+    among: its settings among so many answers, with other drafts that change no token; None if they
+    are always the same.
     ids: its gapless tokens so far.
     """
 
@@ -91,6 +93,7 @@ class Answer:
     noise: int
     in_pieces: bool
     grammar: Grammar | None = None
+    among: Callable[[int], Settings] | None = None
     ids: list[int] = field(default_factory=list)
     began: float = 0.0
     prefill_s: float | None = None
@@ -103,7 +106,8 @@ class Running:
     """Answers that are decoded together, their settings the same in what `Settings.shared` has.
 
     Those who come have their prompts encoded by forwards of their own, up to the first that reveals
-    tokens, and then take part in the others'.
+    tokens, and then take part in the others'. How much is drafted for each may depend on how many
+    there are.
     answers: those that are there, in the order of the state's rows. coming: those that come.
     """
 
@@ -156,18 +160,36 @@ class Running:
             return []
         reveals, going = self._step(state, self.coming, begin)
         if going:
-            if self._state is None:
-                self._state = state
-            else:
-                self._state.join(state)
-        self.answers += going
+            self._join(state, going)
         self._arriving, self.coming = None, []
         self._tidy()
         return reveals
 
+    def _join(self, state: Rows, answers: list[Answer]) -> None:
+        """Have the rows of another state among those who are there."""
+        if self._state is None:
+            self._state = state
+        elif not self.answers:  # whose memory is the one to be in
+            self._state.cache.join(state.cache)
+            state.cache = self._state.cache
+            self._state = state
+        else:
+            how = self._settings_of(len(self.answers) + len(answers))
+            there = redrafted(self._state, how)
+            there.join(redrafted(state, there.settings))
+            self._state = there
+        self.answers += answers
+
+    def _settings_of(self, count: int) -> Settings:
+        """Those of the state if so many are there."""
+        assert self._state is not None
+        among = self.answers[0].among
+        return self._state.settings if among is None else among(count)
+
     def step(self) -> list[Reveal]:
         """A forward of those who are there."""
         assert self._state is not None, "nobody is there"
+        self._state = redrafted(self._state, self._settings_of(len(self.answers)))
         reveals, self.answers = self._step(self._state, self.answers, time.perf_counter())
         self._tidy()
         return reveals
@@ -282,10 +304,30 @@ def _start(answers: Sequence[Answer], room: int | None) -> Rows:
     """A state with these answers' prompts; room: as for Rows."""
     model, settings = answers[0].model, answers[0].settings
     prompts, rows = [answer.prompt for answer in answers], [answer.noise for answer in answers]
+    return _kind(settings)(model, prompts, rows, settings, room)
+
+
+def _kind(settings: Settings) -> type[DecodeState | BranchDrafts | SolverDrafts]:
     if settings.mode != "verified":
-        return DecodeState(model, prompts, rows, settings, room)
-    kind = BranchDrafts if settings.draft == "branches" else SolverDrafts
-    return kind(model, prompts, rows, settings, room)
+        return DecodeState
+    return BranchDrafts if settings.draft == "branches" else SolverDrafts
+
+
+def redrafted(state: Rows, settings: Settings) -> Rows:
+    """The rows of a state of mode "verified" with settings that draft otherwise, and no draft as
+    yet; the state itself if they do not, or if its memory is too small.
+    """
+    if settings.shared == state.settings.shared:
+        return state
+    texts = zip(state.tokens, state.prompt_end.tolist(), strict=True)
+    prompts, rows = [text[:end].tolist() for text, end in texts], state.rows.tolist()
+    other = _kind(settings)(state.model, prompts, rows, settings, 0)
+    if not state.cache.widen(other.cache.capacity):
+        return state
+    for name in Rows.PER_ROW:
+        setattr(other, name, getattr(state, name))
+    other.cache = state.cache
+    return other
 
 
 def _finish(state: Rows, slot: int, answer: Answer, stopped: bool, now: float) -> Generation:

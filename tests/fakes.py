@@ -68,6 +68,10 @@ class TableCache:
         assert count <= len(saved)
         self.tokens, self.restored = [saved[:count]], np.array([count])
 
+    def widen(self, capacity: int) -> bool:
+        self.capacity = max(self.capacity, capacity)
+        return True
+
     def has_room_for(self, other: "TableCache") -> bool:
         return True
 

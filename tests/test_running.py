@@ -15,7 +15,7 @@ from test_graphs import WAYS
 from setblock import graphs, running
 from setblock.cache import Memory, PrefixCache
 from setblock.decode import CHUNK
-from setblock.generation import checked, generate
+from setblock.generation import checked, generate, settings_for
 from setblock.loading import load
 from setblock.masks import causal_layout
 from setblock.model import Model
@@ -117,6 +117,61 @@ def test_any_answers_at_any_time(data):
     found = ended(Running(room=6, prompt_cache=kept), asked)
     for row, one in enumerate(expected):
         assert told(found[row]) == told(one)
+
+
+DRAFTS: list[dict[str, Any]] = [
+    {"block_size": 6, "branches": 3, "seeds": 1},
+    {"block_size": 2, "branches": 1, "lookup": 5},
+    {"block_size": 1, "lookup": 8},
+    {"block_size": 1},
+    {"draft": "solver", "solver": "fixed:2", "block_size": 5},
+]
+
+
+def among(model: Any, **options: Any) -> Any:
+    """Other drafts for every number of answers, none of which changes a token."""
+
+    def settings_of(count: int) -> Any:
+        return settings_for(model, count, **options, **DRAFTS[count % len(DRAFTS)])
+
+    return settings_of
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_how_much_is_drafted_depends_on_how_many_there_are(checkpoint, kind):
+    """Not what is said."""
+    model = load(checkpoint(kind))
+    for more in ({}, {"temperature": 1.0, "ignore_eos": True}):
+        hows = [
+            {"mode": "verified", "max_new_tokens": 24 - 3 * row, "seed": row, **more}
+            for row in range(len(PROMPTS))
+        ]
+        asked = []
+        for row, (prompt, how) in enumerate(zip(PROMPTS, hows, strict=True)):
+            answer = answer_of(model, row, prompt, **how)
+            answer.among = among(model, **how)
+            asked.append((2 * row, answer))
+        found = ended(Running(room=4), asked)
+        for row, (prompt, how) in enumerate(zip(PROMPTS, hows, strict=True)):
+            assert found[row].token_ids == alone(model, prompt, **{**how, "mode": "ntp"}).token_ids
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_drafts_may_change_at_any_time(data):
+    model = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=7)
+    asked, expected, turn = [], [], 0
+    for row in range(data.draw(st.integers(1, 6))):
+        prompt = data.draw(st.lists(st.integers(3, 5), min_size=1, max_size=8))
+        how = {"max_new_tokens": data.draw(st.integers(1, 14)), "temperature": 1.0, "seed": row}
+        turn += data.draw(st.integers(0, 4))
+        answer = answer_of(model, row, prompt, mode="verified", block_size=1, **how)
+        answer.among = among(model, mode="verified", **how)
+        asked.append((turn, answer))
+        expected.append(alone(model, prompt, mode="ntp", **how))
+    found = ended(Running(room=6), asked)
+    for row, one in enumerate(expected):
+        assert found[row].token_ids == one.token_ids
 
 
 @pytest.mark.parametrize("way", ["ntp", "sbd", "verified"])

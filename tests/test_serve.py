@@ -278,7 +278,10 @@ def test_many_at_once(client, nano):
     with ThreadPoolExecutor(12) as pool:
         answers = pool.map(lambda q, mode: chat(client, q, mode=mode), questions, modes)
         for answer, one in zip(answers, expected, strict=True):
-            same(answer, one)
+            if one.settings.mode == "verified":  # which drafts less beside others
+                assert answer.setblock["token_ids"] == list(one.token_ids)
+            else:
+                same(answer, one)
 
 
 def test_clients_that_leave_hold_nothing(address, app, client, nano, monkeypatch):
