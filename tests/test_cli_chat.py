@@ -144,6 +144,38 @@ def test_a_terminal_asks(run, trained, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_line_that_is_typed_and_sigterm_all(run, trained, monkeypatch, number):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = iter([number, "ab", number, "/exit"])
+
+    def typed(cue: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        signal.raise_signal(line)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(builtins, "input", typed)
+    shown = run("chat", trained, *FEW, stdin=Terminal())
+    if number == signal.SIGTERM:
+        assert (shown.code, shown.out) == (143, "")
+        return
+    assert shown.code == 0
+    assert shown.out == f"{answers(load(trained), max_new_tokens=12)[0]}\n"
+    assert shown.err.count("\nCtrl-D or /exit ends this\n") == 2
+
+
+def test_a_command_that_there_is_not_is_no_message(run, trained):
+    shown = run("chat", trained, *FEW, stdin=io.StringIO("/quit\nab\n/\n"))
+    assert shown.out == f"{answers(load(trained), max_new_tokens=12)[0]}\n"
+    assert shown.err.startswith("no command /quit; there are /new and /exit\n")
+    assert shown.err.endswith("no command /; there are /new and /exit\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_an_answer_and_sigterm_all(run, trained, monkeypatch, number):
     """What was said so far stays part of the conversation."""
     from setblock import generation

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from conftest import SHORT, api, copied
+from fakes import TableModel
 from safetensors import SafetensorError
 from stops import STOPS
 
@@ -280,6 +282,16 @@ def test_stdout_on_a_full_disk(run, trained, monkeypatch, as_json):
         sys.stdout.close()
         with pytest.raises(OSError, match="No space left"):  # what is still to be written
             full.close()
+
+
+def test_what_an_encoding_lacks_is_told_as_escapes(run, answering, monkeypatch):
+    model = answering(TableModel.spelling("ab", len("<h")))
+    monkeypatch.setattr(model, "decode", lambda ids: "é" * sum(token > 2 for token in ids))
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run("generate", "table", "--prompt", "h", *SHORT).code == 0
+    sys.stdout.flush()
+    assert raw.getvalue().startswith(rb"\xe9\xe9" + b"\n")
 
 
 # In a process of its own

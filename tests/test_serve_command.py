@@ -19,9 +19,10 @@ from starlette.testclient import TestClient
 
 from setblock.cli import serving
 from setblock.export import export
-from setblock.generation import generate, settings_for, stream
+from setblock.generation import checked, generate, settings_for
 from setblock.loading import load
 from setblock.model import Model
+from setblock.running import Running
 
 
 def test_an_exported_checkpoint_behind_stock_transformers_serve(nano, tmp_path):
@@ -163,9 +164,9 @@ def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint,
     tuned = {"trained": True, "mode": "verified", "verified": {"block_size": 8, "branches": 1}}
     folder, sizes = checkpoint("llama", settings=tuned), []
 
-    def answers(model: Model, ids: Any, prompt_cache: Any, **options: Any) -> Any:
+    def checks(model: Model, ids: Any, rows: int, options: Any) -> Any:
         sizes.append(settings_for(model, **options).block_size)
-        return stream(model, ids, **options)
+        return checked(model, ids, rows, options)
 
     def ask(server: Any, sockets: Any) -> None:
         with TestClient(server.config.app) as client:
@@ -173,7 +174,7 @@ def test_a_block_size_given_to_the_server_wins_over_a_tuned_one(run, checkpoint,
                 body = {"prompt": "hi secret", "max_tokens": 4, **own}
                 assert client.post("/v1/completions", json=body).status_code == 200
 
-    monkeypatch.setattr("setblock.engine.stream", answers)
+    monkeypatch.setattr("setblock.engine.checked", checks)
     monkeypatch.setattr("uvicorn.Server.run", ask)
     told = json.loads(run("serve", folder, "--port", "0", "--block-size", "4", "--json").out)
     assert (told["mode"], told["block_size"], sizes) == ("verified", 4, [4, 2])
@@ -196,6 +197,29 @@ def test_how_much_of_earlier_prompts_is_kept(run, trained, monkeypatch):
         run("serve", trained, "--port", "0", *words)
     assert found == [0, len("hi secret"), 0, 4, 0, 0]  # and BOS, but not the last one
     assert "greater than or equal to 0" in run("serve", trained, "--prompt-cache", "-1").error
+
+
+def test_how_many_are_answered_at_a_time(run, trained, monkeypatch):
+    found, step = [], Running.step
+
+    def counted(batch: Running) -> Any:
+        found[-1].append(len(batch.answers))
+        return step(batch)
+
+    def ask(server: Any, sockets: Any) -> None:
+        body = {"prompt": "hi", "max_tokens": 40, "mode": "ntp", "ignore_eos": True}
+        with TestClient(server.config.app) as client, ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: client.post("/v1/completions", json=body), range(4)))
+        assert {one.status_code for one in answers} == {200}
+
+    monkeypatch.setattr(Running, "step", counted)
+    monkeypatch.setattr("uvicorn.Server.run", ask)
+    for words in ((), ("--batch-size", "2"), ("--batch-size", "1")):
+        found.append([])
+        run("serve", trained, "--port", "0", *words)
+    assert max(found[0]) > 2
+    assert [max(some) for some in found[1:]] == [2, 1]
+    assert "greater than or equal to 1" in run("serve", trained, "--batch-size", "0").error
 
 
 def test_blocks_slide_where_the_server_or_the_checkpoint_says_so(run, checkpoint, monkeypatch):
@@ -296,6 +320,10 @@ def test_a_signal_ends_the_answers_under_way(number):
         (
             ["--engine", "vllm", "--prompt-cache", "0"],
             "--prompt-cache is for engine transformers",
+        ),
+        (
+            ["--engine", "vllm", "--batch-size", "4"],
+            "--batch-size is for engine transformers: -- --max-num-seqs 4 is vLLM's",
         ),
         (["--engine", "vllm", "--pack", "off"], "--pack is for engine transformers"),
         (["--engine", "vllm", "--compile", "on"], "--compile is for engine transformers"),

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from contextlib import nullcontext
+from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,6 +83,9 @@ def _leave_at_once() -> None:
 def main() -> None:
     """Run the command line; an expected failure is one line on stderr and a non-zero exit code."""
     atexit.register(_leave_at_once)
+    # An answer may hold what a terminal's encoding lacks: told as escapes, not lost.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     command, *words = [*_behind_imports(sys.argv[1:]), ""]
     served = command == "serve"  # whose server has handlers of its own
     came: list[str] = []

@@ -1,5 +1,6 @@
 """The command that holds a conversation: chat."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -84,8 +85,8 @@ def chat(
     """Hold a conversation.
 
     Each line is a message, and /new begins another conversation. Of the next prompt only what is
-    new is encoded. Ctrl-C ends an answer; Ctrl-D, /exit, or Ctrl-C before one, ends the command.
-    Without a terminal, lines of stdin are the messages.
+    new is encoded. Ctrl-C ends an answer or a line, Ctrl-D or /exit the command. Without a
+    terminal, lines of stdin are the messages, and Ctrl-C before an answer ends the command.
     """
     refuse_below_one(max_new_tokens=max_new_tokens)
     with starting(model_name):
@@ -124,6 +125,9 @@ def chat(
             turns = list(told)
             err.print("a new conversation", style="dim")
             continue
+        if re.fullmatch(r"/\w*", line):
+            err.print(f"no command {line}; there are {NEW} and {EXIT}", style="red")
+            continue
         turns.append({"role": "user", "content": line})
         try:
             text = _answer(model, turns, max_new_tokens, cache, options)
@@ -150,6 +154,11 @@ def _lines() -> Iterator[str]:
             if typed:
                 print()
             return
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Stopped) or not typed:
+                raise
+            err.print(f"\nCtrl-D or {EXIT} ends this", style="dim")
+            continue
         if line := line.strip():
             yield line
 

@@ -182,9 +182,11 @@ def serve(
         ours = {"--device": device, "--json": as_json, "--pack": pack}
         ours["--compile"] = compile is not Compile.off
         ours["--prompt-cache"] = prompt_cache is not None
-        ours["--batch-size"] = batch_size is not None
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
+        if batch_size is not None:
+            own = f"-- --max-num-seqs {batch_size} is vLLM's"
+            raise ValueError(f"--batch-size is for engine transformers: {own}")
         more = ["--host", host, "--port", str(port), *(words or ())]
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
