@@ -317,7 +317,7 @@ def redrafted(state: Rows, settings: Settings) -> Rows:
     """The rows of a state of mode "verified" with settings that draft otherwise, and no draft as
     yet; the state itself if they do not, or if its memory is too small.
     """
-    if settings.shared == state.settings.shared:
+    if settings is state.settings or settings.shared == state.settings.shared:
         return state
     texts = zip(state.tokens, state.prompt_end.tolist(), strict=True)
     prompts, rows = [text[:end].tolist() for text, end in texts], state.rows.tolist()

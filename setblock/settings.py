@@ -4,6 +4,7 @@ import json
 import math
 import reprlib
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from setblock.masks import MOST_SLOTS
@@ -200,7 +201,7 @@ class Settings:
         told = {name: getattr(self, name) for name in PENALTIES}
         return {name: value for name, value in told.items() if value != PENALTIES[name]}
 
-    @property
+    @cached_property
     def shared(self) -> "Settings":
         """What answers that are decoded together have in common: all but seed, stop texts and
         limits, but for limits shorter than a draft.
