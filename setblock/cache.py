@@ -64,7 +64,9 @@ class Memory:
             count = max(rows, 2 * count)
         for tensors in self._layers.values():
             for number, old in enumerate(tensors):
-                tensors[number] = old.new_zeros(count, old.shape[1], room, old.shape[3])
+                # A growth that failed in the middle may have left it larger.
+                size = max(count, len(old)), old.shape[1], max(room, old.shape[2]), old.shape[3]
+                tensors[number] = old.new_zeros(size)
                 tensors[number][: len(old), :, : old.shape[2]] = old
         self.room, self.rows = room, count
 
@@ -261,11 +263,6 @@ class PrefixCache(Cache):
             for layer in self._own:
                 layer.grown()
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row may come to hold, a forward's own included."""
-        return self.memory.capacity
-
     def widen(self, capacity: int) -> bool:
         """Let rows come to hold so many tokens; whether they may."""
         if not self.memory.fixed:
@@ -273,17 +270,16 @@ class PrefixCache(Cache):
             self.slots.capacity = self.memory.capacity
         return capacity <= self.memory.capacity
 
-    def has_room_for(self, other: "PrefixCache") -> bool:
-        """Whether another's rows can join, with all that these may come to hold."""
-        memory, rows = self.memory, len(self.lengths) + len(other.lengths)
-        fits = rows <= memory.rows and other.capacity <= memory.capacity
-        return fits or not memory.fixed
+    def has_room_for(self, rows: int, capacity: int) -> bool:
+        """Whether so many more rows, with up to so many tokens each, can join."""
+        memory, rows = self.memory, len(self.lengths) + rows
+        return not memory.fixed or (rows <= memory.rows and capacity <= memory.capacity)
 
     def join(self, other: "PrefixCache") -> None:
         """Have another cache's rows behind its own, copied."""
-        assert self.has_room_for(other), "no room for these rows"
         longest, rows = int(other.lengths.max()), len(self.lengths) + len(other.lengths)
-        self.widen(other.capacity)
+        assert self.has_room_for(len(other.lengths), longest), "no room for these rows"
+        self.widen(longest)
         if longest > self.memory.room or rows > self.memory.rows:
             self._grow(longest, rows)
         for own, theirs in zip(self._own, other._own, strict=True):

@@ -42,6 +42,7 @@ class Rows:
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
     grammars    [batch] which tokens may come next in a row's answer; of all rows None, or of none
+    beyond      query tokens of a forward that stand behind a text at most
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
 
@@ -71,6 +72,7 @@ class Rows:
         # A forward may look at a whole block or draft from any position on.
         block = min(max(settings.block_size, settings.lookup + 1), settings.max_new_tokens)
         capacity = max(lengths) + settings.num_slots + block
+        self.beyond = block + scratch
         self.tokens = np.full((len(prompts), capacity), model.mask_token_id)
         for slot, prompt in enumerate(prompts):
             self.tokens[slot, : len(prompt)] = prompt
@@ -87,6 +89,12 @@ class Rows:
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
         self.cache = model.new_cache(len(prompts), capacity + scratch, room)
         self.prefill_forwards = np.ones_like(self.start)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest text that there may be, in whole blocks where blocks are."""
+        stride = self.settings.stride
+        return int((self.prompt_end - (self.prompt_end - self.limit) // stride * stride).max())
 
     def follow(self, grammar: Grammar) -> None:
         """Have all answers, of which nothing is there yet, follow this grammar."""
@@ -143,6 +151,8 @@ class Rows:
         behind their first step. The other state is of no use then.
         """
         assert self.settings.shared == other.settings.shared, "rows of different settings"
+        assert self.cache.widen(other.longest + self.beyond), "no room for these rows"
+        self.cache.join(other.cache)  # first: memory may be lacking
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         for name in self.PER_ROW:
             parts = [getattr(one, name) for one in (self, other)]
@@ -150,7 +160,6 @@ class Rows:
                 none = self.model.mask_token_id if name == "tokens" else 0
                 parts = [_widened(part, width, none) for part in parts]
             setattr(self, name, np.concatenate(parts))
-        self.cache.join(other.cache)
 
     def select(self, slots: list[int]) -> None:
         """Drop all rows but these batch slots."""

@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,12 +53,19 @@ class Stream:
 
 @dataclass(eq=False)
 class Job:
-    """A request whose answer is under way, or waits. hear, fail: called on the engine's thread."""
+    """A request whose answer is under way, or waits. hear, fail: called on the engine's thread.
+
+    began, first, ended: by the clock, when its prompt's turn came, when that was encoded and the
+    first tokens there, and when the last were.
+    """
 
     answer: Answer
     asked: Asked
     hear: Callable[[Reveal], None]
     fail: Callable[[Exception], None]
+    began: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
 
 
 class Engine(GenerateManager):
@@ -71,7 +79,10 @@ class Engine(GenerateManager):
         """prompt_cache: what requests leave for later ones; None for nothing.
 
         most: answers under way at a time.
+        Raises: ValueError for less than one.
         """
+        if most < 1:
+            raise ValueError(f"most must be at least 1, got {most}")
         super().__init__()
         self.model, self.prompt_cache, self.most = model, prompt_cache, most
         self.ending = threading.Event()  # the process is told to end
@@ -107,7 +118,7 @@ class Engine(GenerateManager):
                 put(reveal.text)
             if reveal.generation is not None:
                 streamed.total_tokens = reveal.generation.num_tokens
-                self._finish(request_id, gen_config, reveal.generation)
+                self._finish(request_id, job, reveal.generation)
                 if gen_config.left.is_set():
                     self.done.pop(request_id, None)
                 put(None)
@@ -118,7 +129,8 @@ class Engine(GenerateManager):
             put(Failed(error))
             put(None)
 
-        self._ask(Job(answer, gen_config, hear, fail))
+        job = Job(answer, gen_config, hear, fail)
+        self._ask(job)
         return queue, streamed
 
     async def generate_non_streaming(
@@ -140,11 +152,12 @@ class Engine(GenerateManager):
                 processor.parts = processor.listener.hear(reveal.generation.text, ended=True)
             tell(reveal.generation)
 
-        self._ask(Job(answer, gen_config, hear, tell))
+        job = Job(answer, gen_config, hear, tell)
+        self._ask(job)
         outcome = await future
         if isinstance(outcome, Exception):
             raise outcome
-        self._finish(request_id, gen_config, outcome)
+        self._finish(request_id, job, outcome)
         return outcome.text, outcome.prompt_tokens, list(outcome.token_ids)
 
     def _answer(self, processor: Any, inputs: Any, asked: Asked, in_pieces: bool) -> Answer:
@@ -171,7 +184,7 @@ class Engine(GenerateManager):
             raise _refusal(error, asked) from None
         in_pieces |= bool(settings.stop)
         among = None
-        if settings.mode == "verified" and settings.lenience == 1:
+        if settings.mode == "verified" and settings.lenience == 1 and grammar is None:
             among = functools.cache(lambda rows: settings_for(model, rows, **given))
         number = next(self._numbers)
         return Answer(number, ids, model, settings, 0, in_pieces, grammar, among)
@@ -195,10 +208,11 @@ class Engine(GenerateManager):
             self._end_all(error)
 
     def _end_all(self, error: Exception) -> None:
-        for job in [*self._jobs.values(), *self._waiting]:
+        jobs, self._jobs, self._batches = self._jobs, {}, []
+        for job in jobs.values():
             job.fail(error)
-        self._jobs, self._batches = {}, []
-        self._waiting.clear()
+        while self._waiting:  # others may ask meanwhile
+            self._waiting.popleft().fail(error)
 
     def _let_go(self) -> None:
         """Have those go whose clients have left, and all if the process is told to end."""
@@ -217,6 +231,7 @@ class Engine(GenerateManager):
                 self._waiting.popleft()
                 continue
             try:
+                job.began = time.perf_counter()
                 if not self._begin(job.answer):
                     return
                 self._jobs[job.answer.row] = job
@@ -238,17 +253,32 @@ class Engine(GenerateManager):
         return True
 
     def _turn(self, batch: Running) -> None:
-        """A forward of a batch, and one of the answer that comes, each ending alone by an error."""
-        for forward, gone in ((batch.step, batch.answers), (batch.come, batch.coming)):
-            try:
-                reveals = forward() if gone else []
-            except Exception as error:
-                for answer in gone:
-                    self._fail(answer, error)
-                batch.give_up(gone)
-                continue
-            for reveal in reveals:
-                self._hear(batch, reveal)
+        """A forward of a batch, and one of the answer that comes."""
+        if batch.answers:
+            self._forward(batch, batch.answers, batch.step)
+        if batch.coming:
+            self._forward(batch, batch.coming, batch.come)
+
+    def _forward(
+        self, batch: Running, answers: list[Answer], forward: Callable[[], list[Reveal]]
+    ) -> None:
+        """Tell these answers' requests what a forward brings, or by which error they are gone."""
+        try:
+            reveals = forward()
+        except Exception as error:
+            for answer in answers:
+                self._fail(answer, error)
+            batch.failed.clear()
+            return
+        now = time.perf_counter()
+        for job in (self._jobs[answer.row] for answer in answers):
+            if job.answer.prefill_s is not None:
+                job.first, job.ended = job.first or now, now
+        for answer, error in batch.failed:
+            self._fail(answer, error)
+        batch.failed.clear()
+        for reveal in reveals:
+            self._hear(batch, reveal)
 
     def _hear(self, batch: Running, reveal: Reveal) -> None:
         job = self._jobs[reveal.row]
@@ -270,7 +300,8 @@ class Engine(GenerateManager):
             error = refused
         job.fail(error)
 
-    def _finish(self, request_id: str, asked: Asked, generation: Generation) -> None:
+    def _finish(self, request_id: str, job: Job, generation: Generation) -> None:
+        asked = job.asked
         if generation.finish_reason == "length":
             asked.max_new_tokens = generation.num_tokens
         settings = generation.settings
@@ -279,8 +310,8 @@ class Engine(GenerateManager):
             "cached_tokens": generation.cached_tokens,
             "forwards": generation.nfe,
             "tokens_per_forward": generation.tokens_per_forward,
-            "prefill_s": generation.prefill_s,
-            "decode_s": generation.decode_s,
+            "prefill_s": job.first - job.began,
+            "decode_s": job.ended - job.first,
         }
         if settings.uses_solver:
             told["solver"] = str(settings.solver)

@@ -1,10 +1,15 @@
 """Answers on their way: decoded together, with others that join them and leave as they end."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
+from jaxtyping import Bool
+from numpy import ndarray
 
 from setblock.decode import DecodeState, Rows
 from setblock.grammar import Grammar
@@ -13,6 +18,8 @@ from setblock.pieces import TextPieces
 from setblock.prompt_cache import PromptCache
 from setblock.settings import Settings
 from setblock.verified import BranchDrafts, SolverDrafts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,9 @@ class Running:
     Those who come have their prompts encoded by forwards of their own, up to the first that reveals
     tokens, and then take part in the others'. How much is drafted for each may depend on how many
     there are.
-    answers: those that are there, in the order of the state's rows. coming: those that come.
+    answers: those that are there, in the order of the state's rows. coming: those that come. By an
+    error in a forward all go that are in it.
+    failed: those that have gone by an error of their own, and what it was.
     """
 
     def __init__(self, room: int | None = None, prompt_cache: PromptCache | None = None) -> None:
@@ -119,8 +128,10 @@ class Running:
         self.room, self.prompt_cache = room, prompt_cache
         self.answers: list[Answer] = []
         self.coming: list[Answer] = []
+        self.failed: list[tuple[Answer, Exception]] = []
         self._state: Rows | None = None
         self._arriving: Rows | None = None
+        self._drafting_for = 0  # answers that the state's drafts were chosen for, if they were
         self._seconds = 0.0  # that its forwards took
 
     def __len__(self) -> int:
@@ -135,8 +146,13 @@ class Running:
     def begin(self, answers: Sequence[Answer]) -> bool:
         """Have these come, unless there is no room for them yet; nobody else may be coming."""
         assert not self.coming, "others are still coming"
-        arriving = _start(answers, self.room if self._state is None else 0)
-        if self._state is not None and not self._state.cache.has_room_for(arriving.cache):
+        state = self._state
+        if state is not None and (self.room is None or len(self) + len(answers) > self.room):
+            return False
+        arriving = _start(answers, self.room if state is None else 0)
+        if state is not None and not state.cache.has_room_for(
+            len(answers), arriving.longest + max(arriving.beyond, state.beyond)
+        ):
             return False
         if answers[0].grammar is not None:
             arriving.follow(answers[0].grammar)
@@ -155,89 +171,98 @@ class Running:
         """
         begin, state = time.perf_counter(), self._arriving
         assert state is not None, "nobody comes"
-        if state.encode():
-            self._seconds += time.perf_counter() - begin
-            return []
-        reveals, going = self._step(state, self.coming, begin)
-        if going:
-            self._join(state, going)
-        self._arriving, self.coming = None, []
-        self._tidy()
+        try:
+            if state.encode():
+                self._seconds += time.perf_counter() - begin
+                return []
+            reveals, going = self._step(state, self.coming, begin)
+            if going:
+                self._join(state, going)
+        except Exception:
+            self._gone(coming=True)
+            raise
+        self._gone(coming=True)
         return reveals
-
-    def _join(self, state: Rows, answers: list[Answer]) -> None:
-        """Have the rows of another state among those who are there."""
-        if self._state is None:
-            self._state = state
-        elif not self.answers:  # whose memory is the one to be in
-            self._state.cache.join(state.cache)
-            state.cache = self._state.cache
-            self._state = state
-        else:
-            how = self._settings_of(len(self.answers) + len(answers))
-            there = redrafted(self._state, how)
-            there.join(redrafted(state, there.settings))
-            self._state = there
-        self.answers += answers
-
-    def _settings_of(self, count: int) -> Settings:
-        """Those of the state if so many are there."""
-        assert self._state is not None
-        among = self.answers[0].among
-        return self._state.settings if among is None else among(count)
 
     def step(self) -> list[Reveal]:
         """A forward of those who are there."""
-        assert self._state is not None, "nobody is there"
-        self._state = redrafted(self._state, self._settings_of(len(self.answers)))
-        reveals, self.answers = self._step(self._state, self.answers, time.perf_counter())
-        self._tidy()
+        try:
+            self._draft_for(len(self.answers))
+            assert self._state is not None
+            reveals, self.answers = self._step(self._state, self.answers, time.perf_counter())
+        except Exception:
+            self.answers = []
+            if self._state is not None:
+                self._state.select([])  # those who come are to be where it was
+            self._gone()
+            raise
+        self._gone()
         return reveals
+
+    def _gone(self, coming: bool = False) -> None:
+        """Give back what nobody needs any more. coming: nobody comes."""
+        if coming:
+            self._arriving, self.coming = None, []
+        if not len(self):
+            self._state = None
+
+    def _join(self, state: Rows, answers: list[Answer]) -> None:
+        """Have the rows of those who came among those who are there."""
+        if self._state is not None and self.answers:
+            self._draft_for(len(self.answers) + len(answers))
+            self._state.join(redrafted(state, self._state.settings))
+        else:
+            if self._state is not None:  # whose memory is the one to be in
+                cache = self._state.cache
+                assert cache.widen(state.longest + state.beyond), "no room for these rows"
+                cache.join(state.cache)
+                state.cache = cache
+            self._state, self._drafting_for = state, 0
+        self.answers += answers
+
+    def _draft_for(self, count: int) -> None:
+        """Have drafts made as is best among so many answers, unless memory is too small for it."""
+        state, among = self._state, self.answers[0].among
+        if state is None or among is None or count == self._drafting_for:
+            return
+        self._drafting_for = count
+        both = [state] if self._arriving is None else [state, self._arriving]
+        most = max(int((one.limit - one.prompt_end).max()) for one in both)
+        other = redrafted(state, replace(among(count), max_new_tokens=most))
+        if state.cache.widen(max(one.longest for one in both) + other.beyond):
+            self._state = other
 
     def close(self) -> None:
         """Have what is encoded by now kept, where a forward was interrupted."""
         for state in (self._arriving, self._state):
-            if self.prompt_cache is not None and state is not None:
-                for slot in range(len(state.tokens)):
-                    self.prompt_cache.keep(state, slot)
-
-    def give_up(self, failed: Sequence[Answer]) -> None:
-        """Let those go, all that are there or all that come, whose forward has failed."""
-        if failed is self.coming:
-            self.coming, self._arriving = [], None
-        else:
-            self.answers, self._state = [], None
-        self._tidy()
+            for slot in range(0 if state is None else len(state.tokens)):
+                self._keep(state, slot)
 
     def leave(self, leaving: Sequence[Answer]) -> None:
         """Let these go before their end."""
         if self._arriving is not None:
             self.coming = self._without(self._arriving, self.coming, leaving)
-            self._arriving = self._arriving if self.coming else None
         if self._state is not None:
             self.answers = self._without(self._state, self.answers, leaving)
-        self._tidy()
+        self._gone(coming=not self.coming)
 
     def _without(
         self, state: Rows, answers: list[Answer], leaving: Sequence[Answer]
     ) -> list[Answer]:
         going = [slot for slot, answer in enumerate(answers) if answer not in leaving]
-        return self._go_on(state, answers, going)
+        for slot in set(range(len(answers))) - set(going):
+            self._keep(state, slot)
+        return _going_on(state, answers, going)
 
-    def _go_on(self, state: Rows, answers: list[Answer], going: list[int]) -> list[Answer]:
-        """Drop all answers of a state but these; what is encoded of the others is kept."""
-        if self.prompt_cache is not None:
-            for slot in set(range(len(answers))) - set(going):
-                self.prompt_cache.keep(state, slot)
-        if len(going) < len(answers):
-            going = closed_up(going)
-            state.select(going)
-        return [answers[slot] for slot in going]
-
-    def _tidy(self) -> None:
-        """Give memory back that nobody is in, and nobody comes to."""
-        if not len(self):
-            self._state = None
+    def _keep(self, state: Any, slot: int) -> None:
+        """Keep what the prompt cache's next prompts may begin like, if there is memory for it."""
+        if self.prompt_cache is None:
+            return
+        try:
+            self.prompt_cache.keep(state, slot)
+        except (MemoryError, torch.OutOfMemoryError):
+            self.prompt_cache.clear()
+            log.warning("no memory for a prompt cache: it is empty again")
 
     def _step(
         self, state: Rows, answers: list[Answer], begin: float
@@ -247,30 +272,55 @@ class Running:
         revealed = state.step()
         now = self._seconds + time.perf_counter() - begin
         for slot, answer in enumerate(answers):
-            if answer.prefill_s is None:
-                answer.prefill_s = now - answer.began
-            fresh, ended = state.committed(slot, len(answer.ids))
-            answer.ids += fresh
-            text, stopped = "", False
-            if answer.in_pieces or ended:
-                answer.ids, text, stopped = answer.pieces.extend(answer.ids, ended)
-            generation = None
-            if ended or stopped:
-                generation = _finish(state, slot, answer, stopped, now)
+            try:
+                reveal, ended = _heard(state, slot, answer, revealed[slot], now)
+            except Exception as error:
+                self.failed.append((answer, error))
+                continue
+            if reveal is not None:
+                reveals.append(reveal)
+            if ended:
+                self._keep(state, slot)
             else:
                 going.append(slot)
-            if generation is None and not answer.in_pieces:
-                continue
-            first = int(state.prompt_end[slot])
-            [places] = revealed[slot].nonzero()
-            drafts = tuple(
-                zip((places - first).tolist(), state.tokens[slot, places].tolist(), strict=True)
-            )
-            if drafts:
-                reveals.append(Reveal(answer.row, int(state.nfe[slot]), drafts, text, generation))
-        staying = self._go_on(state, answers, going)
+        staying = _going_on(state, answers, going)
         self._seconds += time.perf_counter() - begin
         return reveals, staying
+
+
+def _going_on(state: Rows, answers: list[Answer], going: list[int]) -> list[Answer]:
+    """Those in these slots; the state has no others any more."""
+    if len(going) < len(answers):
+        going = closed_up(going)
+        state.select(going)
+    return [answers[slot] for slot in going]
+
+
+def _heard(
+    state: Rows, slot: int, answer: Answer, revealed: Bool[ndarray, " length"], now: float
+) -> tuple[Reveal | None, bool]:
+    """(what a forward brought to an answer, unless that is nothing or not wanted; whether it has
+    ended). now: as `Answer.began`, where the forward ended.
+    """
+    if answer.prefill_s is None:
+        answer.prefill_s = now - answer.began
+    fresh, ended = state.committed(slot, len(answer.ids))
+    answer.ids += fresh
+    text, stopped, generation = "", False, None
+    if answer.in_pieces or ended:
+        answer.ids, text, stopped = answer.pieces.extend(answer.ids, ended)
+    if ended or stopped:
+        generation = _finish(state, slot, answer, stopped, now)
+    if generation is None and not answer.in_pieces:
+        return None, False
+    first = int(state.prompt_end[slot])
+    [places] = revealed.nonzero()
+    tokens = state.tokens[slot, places].tolist()
+    drafts = tuple(zip((places - first).tolist(), tokens, strict=True))
+    if not drafts and generation is None:
+        return None, False
+    reveal = Reveal(answer.row, int(state.nfe[slot]), drafts, text, generation)
+    return reveal, generation is not None
 
 
 def to_their_ends(answers: Sequence[Answer], prompt_cache: PromptCache | None) -> Iterator[Reveal]:
@@ -282,10 +332,11 @@ def to_their_ends(answers: Sequence[Answer], prompt_cache: PromptCache | None) -
     running = Running(prompt_cache=prompt_cache)
     running.begin(answers)
     try:
-        while running.coming:
-            yield from running.come()
-        while running.answers:
-            yield from running.step()
+        while len(running):
+            reveals = running.come() if running.coming else running.step()
+            if running.failed:
+                raise running.failed[0][1]
+            yield from reveals
     except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole
         running.close()
         raise
@@ -314,16 +365,14 @@ def _kind(settings: Settings) -> type[DecodeState | BranchDrafts | SolverDrafts]
 
 
 def redrafted(state: Rows, settings: Settings) -> Rows:
-    """The rows of a state of mode "verified" with settings that draft otherwise, and no draft as
-    yet; the state itself if they do not, or if its memory is too small.
+    """The rows of a state of mode "verified", with settings that draft otherwise and no draft as
+    yet; the state itself if they draft alike. Else that is of no use any more.
     """
-    if settings is state.settings or settings.shared == state.settings.shared:
+    if settings.shared == state.settings.shared:
         return state
     texts = zip(state.tokens, state.prompt_end.tolist(), strict=True)
     prompts, rows = [text[:end].tolist() for text, end in texts], state.rows.tolist()
     other = _kind(settings)(state.model, prompts, rows, settings, 0)
-    if not state.cache.widen(other.cache.capacity):
-        return state
     for name in Rows.PER_ROW:
         setattr(other, name, getattr(state, name))
     other.cache = state.cache

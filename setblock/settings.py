@@ -9,7 +9,7 @@ from typing import Any
 
 from setblock.masks import MOST_SLOTS
 from setblock.sampling import Sampler
-from setblock.solvers import Solver
+from setblock.solvers import FixedCount, Solver
 
 MODES = ("sbd", "ntp", "verified")
 DRAFTS = ("branches", "solver")
@@ -202,13 +202,15 @@ class Settings:
         return {name: value for name, value in told.items() if value != PENALTIES[name]}
 
     @cached_property
-    def shared(self) -> "Settings":
-        """What answers that are decoded together have in common: all but seed, stop texts and
-        limits, but for limits shorter than a draft.
+    def shared(self) -> tuple["Settings", str]:
+        """What answers that are decoded together have in common, to be compared: all but seed, stop
+        texts, limits that no draft is cut short by, and a solver that has no say. A solver is known
+        by its text.
         """
         draft = 1 if self.mode == "ntp" else max(self.block_size, self.lookup + 1)
-        most = min(self.max_new_tokens, draft)
-        return replace(self, sampler=replace(self.sampler, seed=0), stop=(), max_new_tokens=most)
+        most, sampler = min(self.max_new_tokens, draft), replace(self.sampler, seed=0)
+        rest = replace(self, solver=FixedCount(1), sampler=sampler, stop=(), max_new_tokens=most)
+        return rest, str(self.solver) if self.uses_solver else ""
 
     @property
     def described(self) -> dict[str, Any]:

@@ -4,14 +4,18 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from fakes import TableModel
 from test_running import alone, answer_of, told
 
 from setblock import running
+from setblock.cache import Memory
 from setblock.engine import Engine, Job
 from setblock.fields import Asked, Refused
 from setblock.grammar import Grammar
+from setblock.loading import load
 from setblock.prompt_cache import PromptCache
+from setblock.solvers import FixedCount
 
 NTP: dict[str, Any] = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 12}
 SBD: dict[str, Any] = {"mode": "sbd", "solver": "fixed:2", "block_size": 4, "max_new_tokens": 12}
@@ -20,8 +24,8 @@ SBD: dict[str, Any] = {"mode": "sbd", "solver": "fixed:2", "block_size": 4, "max
 class Desk:
     """An engine, what it was asked, and what came of it, in the order in which it came."""
 
-    def __init__(self, model: TableModel, **how: Any) -> None:
-        self.model, self.engine = model, Engine(model, **how)  # type: ignore[arg-type]
+    def __init__(self, model: Any, **how: Any) -> None:
+        self.model, self.engine = model, Engine(model, **how)
         self.ended: list[int] = []
         self.results: dict[int, Any] = {}
         self.pieces: dict[int, list[str]] = {}
@@ -75,6 +79,11 @@ def test_those_with_the_same_settings_share_forwards():
     # Each comes by a forward of its own, beside one of those who are there.
     assert desk.rows()[:7] == [1, 1, 1, 2, 1, 3, 1]
     assert len(model.forwards) < 20, "of the 42 that each alone would take"
+
+
+def test_at_least_one_is_answered():
+    with pytest.raises(ValueError, match="most must be at least 1, got 0"):
+        Engine(TableModel.random(), most=0)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -202,6 +211,105 @@ def test_a_forward_that_fails_ends_those_in_it(monkeypatch):
     assert told(desk.results[3]) == told(expected[1])
 
 
+def test_memory_that_is_lacking_for_one_more_is_lacking_for_that_one(checkpoint, monkeypatch):
+    """Those who are there have theirs."""
+    model, grow, count = load(checkpoint()), Memory.grow, 0
+    expected = [alone(model, [5 + n], **NTP) for n in range(4)]
+
+    def scarce(memory: Memory, needed: int, rows: int = 1) -> None:
+        nonlocal count
+        count += rows > 1
+        if rows > 1 and count == 1:
+            raise torch.OutOfMemoryError("no memory")
+        grow(memory, needed, rows)
+
+    monkeypatch.setattr(Memory, "grow", scarce)
+    desk = Desk(model)
+    for n in range(4):
+        desk.ask([5 + n], **NTP)
+    desk.wait()
+    assert str(desk.results[1]) == "no memory"
+    for n in (0, 2, 3):
+        assert told(desk.results[n]) == told(expected[n])
+
+
+def test_who_fails_in_the_turn_of_another_who_fails(monkeypatch):
+    """One can't be heard, one can't come: the third has nothing to do with it."""
+    model, encode, count = TableModel.random(), running.DecodeState.encode, 0
+    expected = alone(model, [3], **NTP)
+
+    def scarce(state: running.DecodeState) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise MemoryError
+        return encode(state)
+
+    heard = []
+
+    def broken(reveal: Any) -> None:
+        heard.append(reveal)
+        if len(heard) == 2:
+            raise RuntimeError("no call")
+
+    monkeypatch.setattr(running.DecodeState, "encode", scarce)
+    desk = Desk(model)
+    desk.ask([3], **NTP)
+    desk.ask([4], broken, **NTP)
+    desk.ask([5], **NTP)
+    desk.wait()
+    assert str(desk.results[1]) == "no call"
+    assert isinstance(desk.results[2], MemoryError)
+    assert told(desk.results[0]) == told(expected)
+
+
+def test_an_answer_that_is_no_number_ends_alone():
+    """As of half precision that overflows at one text."""
+    model = TableModel.random()
+    expected = [alone(model, [3 + n] * (1 + n), **NTP) for n in range(3)]
+    desk = Desk(model)
+    desk.ask([3], **NTP)
+    desk.ask([4, 4], **NTP)
+    desk.ask([5, 5, 5], **NTP)
+    finish = running._finish
+
+    def overflowing(state: Any, slot: int, answer: Any, *given: Any) -> Any:
+        if answer.row == 1:
+            raise ValueError("the logits of table are not numbers: look at its weights")
+        return finish(state, slot, answer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_finish", overflowing)
+        desk.wait()
+    assert str(desk.results[1]).startswith("the logits of table are not numbers")
+    for n in (0, 2):
+        assert told(desk.results[n]) == told(expected[n])
+
+
+class Mine:
+    """A rule of one's own, by which no two of its kind are equal."""
+
+    def __str__(self) -> str:
+        return "mine"
+
+    def reveal(self, predictions: Any, masked: Any) -> Any:
+        return FixedCount(2).reveal(predictions, masked)
+
+
+def test_a_solver_is_known_by_its_text():
+    """Whether it has a say or not; each request has one of its own."""
+    for how in (SBD, NTP, {**NTP, "mode": "verified", "draft": "solver"}):
+        model = TableModel.random()
+        desk = Desk(model)
+        hows = [{**how, "block_size": 4, "solver": Mine()} for _ in range(3)]
+        for n, own in enumerate(hows):
+            desk.ask([3 + n], **own)
+        desk.wait()
+        assert max(desk.rows()) == 3
+        for n, own in enumerate(hows):
+            assert told(desk.results[n])[:4] == told(alone(model, [3 + n], **own))[:4]
+
+
 def test_an_answer_of_a_form_has_a_batch_of_its_own():
     """As it may come to where nothing can follow, and end its batch; the request is told why."""
     model = TableModel.random()
@@ -233,6 +341,24 @@ def test_the_end_of_the_process_ends_all():
         desk.ask([4 + n], **NTP)
     desk.wait()
     assert [desk.results[n].status for n in range(4)] == [503] * 4
+
+
+def test_who_asks_while_all_are_ended_is_answered_too():
+    desk = Desk(TableModel.random(), most=1)
+    late = []
+    end = desk.end
+
+    def ending(number: int, result: Any) -> None:
+        end(number, result)
+        if not late:
+            late.append(desk.ask([9], **NTP))
+
+    desk.end = ending  # type: ignore[method-assign]
+    desk.engine.ending.set()
+    for n in range(2):
+        desk.ask([3 + n], **NTP)
+    desk.wait()
+    assert [desk.results[n].status for n in range(3)] == [503] * 3
 
 
 def test_an_error_of_the_engine_itself_leaves_nobody_waiting(monkeypatch):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 import torch
@@ -276,18 +277,121 @@ def test_a_batch_whose_forward_failed_goes_on_without_those(monkeypatch):
         patch.setattr(running.DecodeState, "join", broken)
         with pytest.raises(MemoryError):
             batch.come()
-    batch.give_up(batch.coming)
     assert (batch.answers, batch.coming) == ([first], [])
     batch.begin([second])
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward", broken)
         with pytest.raises(MemoryError):
             batch.step()
-    batch.give_up(batch.answers)
     assert (batch.answers, batch.coming) == ([], [second])
     found = ended(batch, [(0, third)])
     for row, answer in ((1, second), (2, third)):
         same(found[row], alone(model, list(answer.prompt), **how))
+
+
+def test_who_comes_as_the_last_one_leaves_has_its_memory(checkpoint):
+    model = load(checkpoint())
+    short: Any = {**SHORT, "mode": "ntp", "ignore_eos": True, "max_new_tokens": 3}
+    batch = Running(room=2)
+    batch.begin([answer_of(model, 0, [5], **short)])
+    batch.come()
+    long = answer_of(model, 1, [7] * 90, **{**short, "max_new_tokens": 60})
+    batch.begin([long])
+    while batch.answers:
+        batch.step()
+    found = ended(batch, [])
+    same(found[1], alone(model, [7] * 90, **{**short, "max_new_tokens": 60}))
+
+
+def test_who_comes_stays_where_graphs_are(checkpoint, simulated_graphs, monkeypatch):
+    """Also where the forward of those who were there has failed."""
+    plain, model = load(checkpoint()), load(checkpoint(), compile="graphs")
+    how: Any = {**SHORT, "mode": "ntp", "ignore_eos": True}
+    first, second = answer_of(model, 0, [5, 6], **how), answer_of(model, 1, [7], **how)
+    batch = Running(room=2)
+    batch.begin([first])
+    batch.come()
+    batch.begin([second])
+    with monkeypatch.context() as patch:
+        patch.setattr(running.DecodeState, "step", lambda state: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.step()
+    batch.come()
+    state: Any = batch._state
+    assert state.cache in model._graphs._of  # type: ignore[union-attr]
+    same(ended(batch, [])[1], alone(plain, [7], **how))
+
+
+def test_no_more_than_there_is_room_for():
+    model = TableModel.random()
+    how: Any = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 30}
+    for room, most in ((1, 1), (3, 3), (None, 1)):
+        batch = Running(room=room)
+        for row in range(4):
+            began = batch.begin([answer_of(model, row, [3 + row], **how)])
+            assert began == (row < most)
+            if began:
+                batch.come()
+
+
+def test_more_is_drafted_for_those_who_may_say_more():
+    """Where the first says how, and may say little itself."""
+    model = TableModel.random(context_length=400)
+    how: Any = {"mode": "verified", "ignore_eos": True, "block_size": 1}
+    limits = [200, 6, 150]
+
+    def settings_of(count: int) -> Any:
+        large = {"block_size": 16, "branches": 16, "seeds": 2}
+        drafts: Any = {**how, **(large if count == 2 else {}), "max_new_tokens": 6}
+        return settings_for(model, **drafts)
+
+    asked = []
+    for row, (turn, limit) in enumerate(zip((0, 0, 160), limits, strict=True)):
+        answer = answer_of(model, row, [3 + row], **how, max_new_tokens=limit)
+        answer.among = settings_of
+        asked.append((turn, answer))
+    found = ended(Running(room=3), asked)
+    for row, limit in enumerate(limits):
+        expected = alone(model, [3 + row], mode="ntp", ignore_eos=True, max_new_tokens=limit)
+        assert found[row].token_ids == expected.token_ids
+
+
+def test_an_answer_whose_text_fails_goes_alone(monkeypatch):
+    model = TableModel.random()
+    how: Any = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 6}
+    kept = PromptCache()
+    batch = Running(room=3, prompt_cache=kept)
+    answers = [answer_of(model, row, [3 + row] * 3, **how) for row in range(3)]
+    for answer in answers:
+        batch.begin([answer])
+        batch.come()
+
+    def broken(*given: Any) -> None:
+        raise ValueError("not numbers")
+
+    monkeypatch.setattr(answers[1].pieces, "extend", broken)
+    batch.step()
+    assert [(one.row, str(error)) for one, error in batch.failed] == [(1, "not numbers")]
+    assert kept.num_tokens == 0, "of an error"
+    found = ended(batch, [])
+    for row in (0, 2):
+        same(found[row], alone(model, [3 + row] * 3, **how))
+
+
+def test_a_prompt_cache_that_lacks_memory_is_emptied(monkeypatch, caplog):
+    model, kept = TableModel.random(), PromptCache()
+    how: Any = {"mode": "ntp", "ignore_eos": True, "max_new_tokens": 4}
+    generate(model, [[3, 4]], prompt_cache=kept, **how)
+    assert kept.num_tokens
+
+    def scarce(*given: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(fakes.TableCache, "saved", scarce)
+    [found] = generate(model, [[5, 6]], prompt_cache=kept, **how)
+    same(found, alone(model, [5, 6], **how))
+    assert kept.num_tokens == 0
+    assert caplog.messages == ["no memory for a prompt cache: it is empty again"]
 
 
 # ------------------------------------------------------------------ caches
@@ -318,6 +422,7 @@ def test_a_cache_that_joined_holds_the_keys_of_both(checkpoint, lengths):
     for cache, text in zip(caches, texts, strict=True):
         encoded(model, cache, text)
     whole, *others = caches
+    assert whole.widen(40)
     for other in others:
         whole.join(other)
     assert whole.lengths.tolist() == list(lengths)
@@ -357,17 +462,8 @@ def test_memory_that_can_not_grow_is_left_as_it_was(checkpoint, monkeypatch):
     whole, other = model.new_cache(1, 30), model.new_cache(1, 30)
     encoded(model, whole, [5, 6, 7])
     encoded(model, other, [8, 9])
-    new_zeros, count = torch.Tensor.new_zeros, 0
-
-    def scarce(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise MemoryError
-        return new_zeros(tensor, *given, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_zeros", scarce)
+        scarce_of(patch, 3)
         with pytest.raises(MemoryError):
             whole.join(other)
     assert whole.lengths.tolist() == [3]
@@ -376,6 +472,39 @@ def test_memory_that_can_not_grow_is_left_as_it_was(checkpoint, monkeypatch):
     assert whole.lengths.tolist() == [4, 2]
     for row, text in enumerate(([5, 6, 7, 10], [8, 9])):
         holds(model, whole, row, text)
+
+
+@pytest.mark.parametrize("longer", [5, 40])
+def test_what_has_grown_in_part_grows_again(checkpoint, monkeypatch, longer):
+    """Which may need less than the growth that failed."""
+    monkeypatch.setattr("setblock.cache.AHEAD", 4)
+    model = load(checkpoint())
+    whole, other = model.new_cache(1, 200), model.new_cache(1, 200)
+    encoded(model, whole, [5, 6, 7])
+    encoded(model, other, [8] * longer)
+    with monkeypatch.context() as patch:
+        scarce_of(patch, 3)
+        with pytest.raises(MemoryError):
+            whole.join(other)
+    text = [5, 6, 7]
+    for _ in range(3):
+        encoded(model, whole, [9] * 7)
+        text += [9] * 7
+    holds(model, whole, 0, text)
+
+
+def scarce_of(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Memory that ends at the allocation of this number."""
+    new_zeros, count = torch.Tensor.new_zeros, 0
+
+    def scarce(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == most:
+            raise MemoryError
+        return new_zeros(tensor, *given, **more)
+
+    patch.setattr(torch.Tensor, "new_zeros", scarce)
 
 
 def test_graphs_memory_has_room_for_those_who_may_come(checkpoint, simulated_graphs, monkeypatch):

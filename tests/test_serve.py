@@ -275,9 +275,17 @@ def test_many_at_once(client, nano):
         generate(nano, one, chat=True, mode=mode)[0]
         for one, mode in zip(questions, modes, strict=True)
     ]
+
+    def timed(question: str, mode: str) -> tuple[Any, float]:
+        begin = time.perf_counter()
+        return chat(client, question, mode=mode), time.perf_counter() - begin
+
     with ThreadPoolExecutor(12) as pool:
-        answers = pool.map(lambda q, mode: chat(client, q, mode=mode), questions, modes)
-        for answer, one in zip(answers, expected, strict=True):
+        answers = pool.map(timed, questions, modes)
+        for (answer, seconds), one in zip(answers, expected, strict=True):
+            told = answer.setblock
+            assert min(told["prefill_s"], told["decode_s"]) > 0
+            assert told["prefill_s"] + told["decode_s"] < seconds
             if one.settings.mode == "verified":  # which drafts less beside others
                 assert answer.setblock["token_ids"] == list(one.token_ids)
             else:
