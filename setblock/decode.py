@@ -151,7 +151,8 @@ class Rows:
         behind their first step. The other state is of no use then.
         """
         assert self.settings.shared == other.settings.shared, "rows of different settings"
-        assert self.cache.widen(other.longest + self.beyond), "no room for these rows"
+        fits = self.cache.widen(other.longest + self.beyond)
+        assert fits, "no room for these rows"
         self.cache.join(other.cache)  # first: memory may be lacking
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         for name in self.PER_ROW:

@@ -214,7 +214,8 @@ class Running:
         else:
             if self._state is not None:  # whose memory is the one to be in
                 cache = self._state.cache
-                assert cache.widen(state.longest + state.beyond), "no room for these rows"
+                fits = cache.widen(state.longest + state.beyond)
+                assert fits, "no room for these rows"
                 cache.join(state.cache)
                 state.cache = cache
             self._state, self._drafting_for = state, 0
