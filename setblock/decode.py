@@ -41,7 +41,8 @@ class Rows:
     seeds       [batch] of the row's sampling noise
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
-    grammars    [batch] which tokens may come next in a row's answer; of all rows None, or of none
+    grammars    [batch] which tokens may come next in a row's answer; None for any
+    errors      [batch] why a row can't go on, as where its grammar allows nothing; None if it can
     beyond      query tokens of a forward that stand behind a text at most
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
@@ -49,7 +50,8 @@ class Rows:
     # Arrays with a line for each row, and those of them that have a column for each position.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
-        *("rows", "seeds", "nfe", "revealed_at", "entropy", "grammars", "prefill_forwards"),
+        *("rows", "seeds", "nfe", "revealed_at", "entropy", "prefill_forwards"),
+        *("grammars", "errors"),
     )
     BY_POSITION: ClassVar = {"tokens", "revealed_at", "entropy"}
 
@@ -86,6 +88,7 @@ class Rows:
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
         self.grammars = np.full(len(prompts), None)
+        self.errors = np.full(len(prompts), None)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
         self.cache = model.new_cache(len(prompts), capacity + scratch, room)
         self.prefill_forwards = np.ones_like(self.start)
@@ -96,14 +99,16 @@ class Rows:
         stride = self.settings.stride
         return int((self.prompt_end - (self.prompt_end - self.limit) // stride * stride).max())
 
-    def follow(self, grammar: Grammar) -> None:
-        """Have all answers, of which nothing is there yet, follow this grammar."""
-        self.grammars = np.array([grammar.copy() for _ in self.grammars])
+    def follow(self, grammars: Sequence[Grammar | None]) -> None:
+        """Have the answers, of which nothing is there yet, follow these grammars, if any."""
+        for row, grammar in enumerate(grammars):
+            self.grammars[row] = None if grammar is None else grammar.copy()
 
     @property
-    def bounded(self) -> bool:
-        """Whether the answers follow a grammar."""
-        return self.grammars[0] is not None
+    def bounded(self) -> Bool[ndarray, " batch"]:
+        """Which of the answers follow a grammar and can go on."""
+        pairs = zip(self.grammars, self.errors, strict=True)
+        return np.array([form is not None and error is None for form, error in pairs], dtype=bool)
 
     def encode(self) -> bool:
         """Put CHUNK tokens of long prompts into the cache, unless none is left but their last CHUNK
@@ -128,7 +133,8 @@ class Rows:
     def step(self) -> Bool[ndarray, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
 
-        A row that has ended must be dropped by `select` first: nothing here stops it at its limit.
+        A row that has ended, or can't go on, must be dropped by `select` first: nothing here stops
+        it at its limit.
         Effects: tokens, counts and cache change.
         """
         raise NotImplementedError
@@ -238,9 +244,11 @@ class Rows:
         nats: Float[ndarray, "batch slots"],
     ) -> Bool[ndarray, "batch length"]:
         """Write the chosen tokens and their entropies at these positions; True there."""
-        if self.bounded:
-            for grammar, new, final in zip(self.grammars, chosen, where, strict=True):
-                grammar.say(new[final].tolist())
+        for slot in self.bounded.nonzero()[0].tolist():
+            try:
+                self.grammars[slot].say(chosen[slot][where[slot]].tolist())
+            except ValueError as error:
+                self.errors[slot] = error
         row, column = where.nonzero()
         place = row, slots[row, column]
         self.tokens[place] = chosen[row, column]
@@ -258,11 +266,16 @@ class Rows:
 
         Places behind these are never reached: behind a draft, what ends it, or a dead end.
         """
-        counts = np.ones(len(drafts), dtype=np.int64)
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        if not (bounded := self.bounded).any():
+            return logits, counts
         vocab, count = logits.shape[-1], -(-logits.shape[-1] // 8)
         bits = np.full((*logits.shape[:2], -(-vocab // 64)), -1)  # 64 tokens a number
-        for row, (grammar, draft) in enumerate(zip(self.grammars, drafts, strict=True)):
-            found = grammar.allowed(draft)
+        for row in bounded.nonzero()[0].tolist():
+            try:
+                found = self.grammars[row].allowed(drafts[row])
+            except ValueError as error:
+                self.errors[row], found = error, [np.full(count, 255, dtype=np.uint8)]
             counts[row] = len(found)
             for place, told in enumerate(found):
                 bits.view(np.uint8)[row, place, :count] = told[:count]
@@ -371,9 +384,7 @@ class DecodeState(Rows):
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
         else:
-            logits = self._penalised(logits)
-            if self.bounded:
-                logits, _ = self._allowed(logits, [()] * len(logits))
+            logits, _ = self._allowed(self._penalised(logits), [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         # A rule may change in place what it is given.
         chosen = self.settings.sampler.pick(logits, rows, there, seeds)

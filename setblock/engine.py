@@ -184,7 +184,7 @@ class Engine(GenerateManager):
             raise _refusal(error, asked) from None
         in_pieces |= bool(settings.stop)
         among = None
-        if settings.mode == "verified" and settings.lenience == 1 and grammar is None:
+        if settings.mode == "verified" and settings.lenience == 1:
             among = functools.cache(lambda rows: settings_for(model, rows, **given))
         number = next(self._numbers)
         return Answer(number, ids, model, settings, 0, in_pieces, grammar, among)
@@ -241,13 +241,11 @@ class Engine(GenerateManager):
 
     def _begin(self, answer: Answer) -> bool:
         """Whether the answer begins, in a batch of its like or in one of its own."""
-        # An answer that can't go on ends its batch, as may happen under a grammar.
-        alone = answer.grammar is not None or self.most == 1
-        if not alone and (batch := next((one for one in self._batches if one.suits(answer)), None)):
+        if batch := next((one for one in self._batches if one.suits(answer)), None):
             return not batch.coming and batch.begin([answer])
         if self._batches and self.model.replays:
             return False  # each batch would have memory of its own for as many as may come
-        batch = Running(None if alone else self.most, self.prompt_cache)
+        batch = Running(self.most if self.most > 1 else None, self.prompt_cache)
         batch.begin([answer])
         self._batches.append(batch)
         return True

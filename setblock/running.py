@@ -17,7 +17,7 @@ from setblock.model import Model
 from setblock.pieces import TextPieces
 from setblock.prompt_cache import PromptCache
 from setblock.settings import Settings
-from setblock.verified import BranchDrafts, SolverDrafts
+from setblock.verified import BranchDrafts, SolverDrafts, VerifiedRows
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Running:
     def suits(self, answer: Answer) -> bool:
         """Whether this one can be decoded together with those of the batch, if there is room."""
         one = next(iter((*self.answers, *self.coming)))
-        same = one.settings.shared == answer.settings.shared and one.grammar is answer.grammar
+        same = one.settings.shared == answer.settings.shared
         return self.room is not None and same and one.model.network is answer.model.network
 
     def begin(self, answers: Sequence[Answer]) -> bool:
@@ -154,8 +154,7 @@ class Running:
             len(answers), arriving.longest + max(arriving.beyond, state.beyond)
         ):
             return False
-        if answers[0].grammar is not None:
-            arriving.follow(answers[0].grammar)
+        arriving.follow([answer.grammar for answer in answers])
         begin = time.perf_counter()
         for answer in answers:
             answer.began = self._seconds
@@ -305,6 +304,8 @@ def _heard(
     """
     if answer.prefill_s is None:
         answer.prefill_s = now - answer.began
+    if (error := state.errors[slot]) is not None:
+        raise error
     fresh, ended = state.committed(slot, len(answer.ids))
     answer.ids += fresh
     text, stopped, generation = "", False, None
@@ -377,6 +378,8 @@ def redrafted(state: Rows, settings: Settings) -> Rows:
     for name in Rows.PER_ROW:
         setattr(other, name, getattr(state, name))
     other.cache = state.cache
+    if isinstance(other, VerifiedRows):
+        other.fit()
     return other
 
 

@@ -49,7 +49,7 @@ class VerifiedRows(Rows):
     length  [batch] how many of them there are; never more than could be of use
     copied  [batch] whether they were copied from earlier in the text
     likely  [batch, width, LIKELY] where answers follow a grammar, the tokens that the model finds
-            likeliest in a draft's places, the mask token where none; else empty
+            likeliest in a draft's places; the mask token where none
     All final tokens but the last are in the cache; of the prompt none before the first forward.
     """
 
@@ -71,20 +71,20 @@ class VerifiedRows(Rows):
         self.draft = np.full((len(prompts), width), model.mask_token_id)
         self.length = np.zeros_like(self.start)
         self.copied = np.zeros(self.start.shape, dtype=bool)
-        self.likely = np.zeros((*self.draft.shape, 0), dtype=np.int64)
+        self.likely = np.full((*self.draft.shape, LIKELY), model.mask_token_id)
 
-    def follow(self, grammar: Grammar) -> None:
-        super().follow(grammar)
-        self.likely = np.full((*self.draft.shape, LIKELY), self.model.mask_token_id)
-        self._fit(np.ones(len(self.start), dtype=bool))
+    def follow(self, grammars: Sequence[Grammar | None]) -> None:
+        super().follow(grammars)
+        self.fit()
 
-    def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:
-        """Fit the drafts of these rows to their grammars: with the likeliest of a place instead of
-        a token that is not allowed, cut where none of them is, and with those in place that have no
-        alternative; True at the latter.
+    def fit(self, which: Bool[ndarray, " batch"] | None = None) -> Bool[ndarray, "batch width"]:
+        """Fit the drafts of these rows, or of all, to their grammars, if any: with the likeliest of
+        a place instead of a token that is not allowed, cut where none of them is, and with those in
+        place that have no alternative; True at the latter.
         """
         forced = np.zeros(self.draft.shape, dtype=bool)
-        for row in which.nonzero()[0]:
+        bounded = self.bounded if which is None else self.bounded & which
+        for row in bounded.nonzero()[0].tolist():
             drafted = self.draft[row, : self.length[row]].tolist()
             likely = self.likely[row].tolist()
             tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1], likely)
@@ -144,11 +144,9 @@ class VerifiedRows(Rows):
         """
         sampler, longest = self.settings.sampler, logits.shape[1] - 1
         logits = self._penalised(logits, self.draft[:, :longest])
-        if self.bounded:  # a draft counts as far as something may follow it
-            drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
-            looked_at = [draft[:length] for draft, length in drafts]
-            logits, counts = self._allowed(logits, looked_at)
-            self.length = np.minimum(self.length, counts - 1)
+        drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
+        logits, counts = self._allowed(logits, [draft[:length] for draft, length in drafts])
+        self.length = np.minimum(self.length, counts - 1)  # as far as something may follow it
         rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
         exact, nats = sampler.pick(logits, rows, there, seeds), entropy(logits)
         if self.settings.lenience == 1 or not longest:
@@ -224,8 +222,7 @@ class SolverDrafts(VerifiedRows):
         self.drafting = self._open().any(axis=1)
         done = drafting & ~self.drafting
         self.length = np.where(done, self._useful(self.draft), 0)
-        if self.bounded:
-            self._fit(done)
+        self.fit(done)
         return revealed
 
     def _open(self) -> Bool[ndarray, "batch draft"]:
@@ -321,12 +318,11 @@ class BranchDrafts(VerifiedRows):
         self._redraft(drafts, context, worth, before)
         if self.lookup:
             self._look_up()
-        if self.bounded:
-            self._fit(np.ones(len(self.start), dtype=bool))
+        self.fit()
         return revealed
 
-    def _fit(self, which: Bool[ndarray, " batch"]) -> Bool[ndarray, "batch width"]:
-        forced = super()._fit(which)
+    def fit(self, which: Bool[ndarray, " batch"] | None = None) -> Bool[ndarray, "batch width"]:
+        forced = super().fit(which)
         self.confidence[forced] = 1
         self.runners[forced] = self.model.mask_token_id
         return forced
@@ -404,16 +400,16 @@ class BranchDrafts(VerifiedRows):
             runners = ranked.indices if ids is None else ids.gather(-1, ranked.indices)
             runners = runners.masked_fill(ranked.values == -torch.inf, self.model.mask_token_id)
         likely = drafted[..., None][..., :0]
-        if self.bounded:
+        if self.bounded.any():
             scores = sampler.perturbed(logits, rows, places, seeds, ids, truncate=False)
             likely = scores.topk(min(LIKELY, scores.shape[-1]), dim=-1).indices
             likely = likely if ids is None else ids.gather(-1, likely)
         drafted, confidence, runners, likely = to_host(drafted, confidence, runners, likely)
-        self.likely[:, :size, : likely.shape[-1]] = likely
         self.draft[:, :size], self.confidence[:, :size] = drafted, confidence
         self.runners[:, :size] = self.model.mask_token_id
         self.runners[:, :size, : runners.shape[-1]] = runners
         best = np.minimum(worth.max(axis=1), size)
+        self.likely[best > 0, :size, : likely.shape[-1]] = likely[best > 0]
         self.length = np.minimum(self._useful(self.draft), best)
 
     def _look_up(self) -> None:

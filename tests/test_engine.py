@@ -37,7 +37,7 @@ class Desk:
         number = len(self.pieces)
         asked = Asked(options, 12, False, frozenset({"prompt", *options}))
         answer = answer_of(self.model, number, prompt, **options)
-        answer.grammar = form
+        answer.grammar = form or answer.grammar
         self.pieces[number] = []
 
         def hear(reveal: Any) -> None:
@@ -310,8 +310,8 @@ def test_a_solver_is_known_by_its_text():
             assert told(desk.results[n])[:4] == told(alone(model, [3 + n], **own))[:4]
 
 
-def test_an_answer_of_a_form_has_a_batch_of_its_own():
-    """As it may come to where nothing can follow, and end its batch; the request is told why."""
+def test_an_answer_whose_form_can_not_be_followed_ends_alone():
+    """And the request is told why."""
     model = TableModel.random()
 
     class Form(Grammar):
@@ -326,6 +326,7 @@ def test_an_answer_of_a_form_has_a_batch_of_its_own():
     desk.ask([4], form=Form("regex", None, [], 0), **NTP, regex=None)
     desk.ask([5], **NTP)
     desk.wait()
+    assert max(desk.rows()) == 2
     error = desk.results[1]
     assert isinstance(error, Refused)
     assert (error.field, str(error)) == ("regex", "regex can't be followed: no token can come next")
