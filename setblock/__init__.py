@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from setblock.model import Model
     from setblock.names import ModelError
     from setblock.prompt_cache import PromptCache
-    from setblock.running import Generation, Reveal
+    from setblock.results import Generation, Reveal, TokenLogprob
 
 __all__ = [
     "Generation",
@@ -18,17 +18,19 @@ __all__ = [
     "ModelError",
     "PromptCache",
     "Reveal",
+    "TokenLogprob",
     "generate",
     "load",
     "stream",
 ]
 
 _HOMES = {
-    "Generation": "running",
+    "Generation": "results",
     "Model": "model",
     "ModelError": "names",
     "PromptCache": "prompt_cache",
-    "Reveal": "running",
+    "Reveal": "results",
+    "TokenLogprob": "results",
     "generate": "generation",
     "load": "loading",
     "stream": "generation",

@@ -41,6 +41,8 @@ class Rows:
     seeds       [batch] of the row's sampling noise
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
+    logprob     [batch, capacity] its log-probability, where settings.logprobs asks for it
+    top, top_logprob  [batch, capacity, logprobs] the likeliest tokens of its place, and theirs
     grammars    [batch] which tokens may come next in a row's answer; None for any
     errors      [batch] why a row can't go on, as where its grammar allows nothing; None if it can
     beyond      query tokens of a forward that stand behind a text at most
@@ -51,9 +53,12 @@ class Rows:
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
         *("rows", "seeds", "nfe", "revealed_at", "entropy", "prefill_forwards"),
-        *("grammars", "errors"),
+        *("logprob", "top", "top_logprob", "grammars", "errors"),
     )
-    BY_POSITION: ClassVar = {"tokens", "revealed_at", "entropy"}
+    BY_POSITION: ClassVar = {
+        *("tokens", "revealed_at", "entropy"),
+        *("logprob", "top", "top_logprob"),
+    }
 
     def __init__(
         self,
@@ -87,6 +92,10 @@ class Rows:
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
+        likeliest = min(settings.logprobs or 0, model.vocab_size)
+        self.logprob = np.zeros_like(self.entropy)
+        self.top_logprob = np.zeros((*self.tokens.shape, likeliest), dtype=np.float32)
+        self.top = np.zeros(self.top_logprob.shape, dtype=np.int64)
         self.grammars = np.full(len(prompts), None)
         self.errors = np.full(len(prompts), None)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
@@ -242,8 +251,11 @@ class Rows:
         slots: Int[ndarray, "batch slots"],
         chosen: Int[ndarray, "batch slots"],
         nats: Float[ndarray, "batch slots"],
+        likely: Sequence[ndarray],
     ) -> Bool[ndarray, "batch length"]:
-        """Write the chosen tokens and their entropies at these positions; True there."""
+        """Write the chosen tokens, their entropies and what `_likely` tells at these positions;
+        True there.
+        """
         for slot in self.bounded.nonzero()[0].tolist():
             try:
                 self.grammars[slot].say(chosen[slot][where[slot]].tolist())
@@ -254,9 +266,24 @@ class Rows:
         self.tokens[place] = chosen[row, column]
         self.revealed_at[place] = self.nfe[row]
         self.entropy[place] = nats[row, column]
+        for mine, told in zip((self.logprob, self.top, self.top_logprob), likely, strict=False):
+            mine[place] = told[row, column]
         revealed = np.zeros(self.tokens.shape, dtype=bool)
         revealed[place] = True
         return revealed
+
+    def _likely(
+        self, logits: Float[Tensor, "batch places vocab"], tokens: Int[Tensor, "batch places"]
+    ) -> tuple[Tensor, ...]:
+        """(log-probabilities of these tokens; the likeliest of each place; theirs), if they are
+        asked for. On the device.
+        """
+        if self.settings.logprobs is None:
+            return ()
+        logits = logits.float()
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        top = (logits - total).topk(self.top.shape[-1], dim=-1)
+        return (logits.gather(-1, tokens[..., None]) - total)[..., 0], top.indices, top.values
 
     def _allowed(
         self, logits: Float[Tensor, "batch places vocab"], drafts: Sequence[Sequence[int]]
@@ -389,6 +416,7 @@ class DecodeState(Rows):
         # A rule may change in place what it is given.
         chosen = self.settings.sampler.pick(logits, rows, there, seeds)
         nats = predictions.entropy.clone()
+        likely = self._likely(logits, chosen)
         if blocks.any():
             open_slots = masked & ~first & blocks[:, None]
             if self.settings.fallback is not None:
@@ -398,12 +426,12 @@ class DecodeState(Rows):
             candidates, known = to_device(logits.device, open_slots | certain, certain)
             told = Certain(predictions, known) if certain.any() else predictions
             solved = revealed_by(self.settings.solver, told, candidates)
-            chosen, nats, solved = to_host(chosen, nats, solved)
+            chosen, nats, solved, *likely = to_host(chosen, nats, solved, *likely)
             check_revealed(self.settings.solver, solved, open_slots | certain, reveal)
             reveal |= solved
         else:
-            chosen, nats = to_host(chosen, nats)
-        revealed, begun = self._reveal(reveal, slots, chosen, nats), self.start
+            chosen, nats, *likely = to_host(chosen, nats, *likely)
+        revealed, begun = self._reveal(reveal, slots, chosen, nats, likely), self.start
         self._move_on(slots, yields)
         self.steps = np.where(self.start == begun, self.steps + blocks, 0)
         return revealed
@@ -452,7 +480,8 @@ class DecodeState(Rows):
 
 def _widened(values: ndarray, width: int, fill: Any) -> ndarray:
     """values with so many columns, new ones filled."""
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+    more = [(0, 0), (0, width - values.shape[1]), *[(0, 0)] * (values.ndim - 2)]
+    return np.pad(values, more, constant_values=fill)
 
 
 def taken(values: ndarray, columns: Int[ndarray, "batch some"]) -> ndarray:

@@ -17,9 +17,11 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from setblock.calls import Hearing
 from setblock.fields import Asked, Refused
 from setblock.generation import checked, settings_for
+from setblock.logprobs import Piece, of_text
 from setblock.model import Model
 from setblock.prompt_cache import PromptCache
-from setblock.running import Answer, Generation, Reveal, Running
+from setblock.results import Generation, Reveal
+from setblock.running import Answer, Running
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ class Engine(GenerateManager):
         streamed = Stream()
         listener = processor.listener if isinstance(processor, Hearing) else None
         answer = self._answer(processor, inputs, gen_config, in_pieces=True)
+        asked, waiting, told = answer.settings.logprobs is not None, [], 0
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
@@ -111,7 +114,14 @@ class Engine(GenerateManager):
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def hear(reveal: Reveal) -> None:
-            if listener is not None:
+            nonlocal told
+            if asked:  # with the text that they are of, which may come later
+                waiting.extend(of_text(reveal.logprobs, reveal.generation))
+                if reveal.text or (waiting and reveal.generation is not None):
+                    put(Piece(reveal.text, waiting.copy(), told))
+                    waiting.clear()
+                    told += len(reveal.text)
+            elif listener is not None:
                 for part in listener.hear(reveal.text, reveal.generation is not None):
                     put(part)
             elif reveal.text:
@@ -158,6 +168,8 @@ class Engine(GenerateManager):
         if isinstance(outcome, Exception):
             raise outcome
         self._finish(request_id, job, outcome)
+        if outcome.logprobs is not None:
+            self.done[request_id]["logprobs"] = of_text(outcome.logprobs, outcome)
         return outcome.text, outcome.prompt_tokens, list(outcome.token_ids)
 
     def _answer(self, processor: Any, inputs: Any, asked: Asked, in_pieces: bool) -> Answer:

@@ -16,8 +16,8 @@ from setblock import likelihood, nano
 from setblock.generation import Options, batches, encode, finished, settings_for
 from setblock.model import Model
 from setblock.records import peak_bytes
+from setblock.results import Generation
 from setblock.roofline import fitted_acceptance
-from setblock.running import Generation
 from setblock.scores import Sample, Score, ratio_interval, repetition
 from setblock.settings import Settings
 from setblock.tasks import SUFFIXES, TASKS, DataRows, Item, Task, read_rows

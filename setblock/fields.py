@@ -44,9 +44,9 @@ KINDS: dict[str, tuple[type, ...]] = {
 # Fields that are taken with a value that asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,),
-    "logprobs": (False,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
+    "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "store": (False,),
-    "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "top_logprobs": (0,),
+    "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 TEXTS_OF_MESSAGE = {"reasoning_content", "tool_call_id", "name"}
 # Fields of the one protocol, which users of the other give by mistake.
@@ -54,6 +54,7 @@ ELSEWHERE = {
     "prompt": "/v1/completions",
     "messages": "/v1/chat/completions",
     "chat_template_kwargs": "/v1/chat/completions",
+    "top_logprobs": "/v1/chat/completions",
 }
 LARGEST = 2**63  # integers are below it, as seeds are
 # What may still become a stop text is looked for at every length of every one of them.

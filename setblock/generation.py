@@ -11,7 +11,8 @@ from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
 from setblock.names import ModelError
 from setblock.prompt_cache import PromptCache
-from setblock.running import Answer, Generation, Reveal, to_their_ends
+from setblock.results import Generation, Reveal
+from setblock.running import Answer, to_their_ends
 from setblock.sampling import Sampler
 from setblock.settings import FORMATS, PENALTIES, Settings
 from setblock.solvers import Solver, parse
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
     schema as its text or the object. repetition_penalty, presence_penalty, frequency_penalty: of
     tokens that the text has; default off. With any of these six, decodes in mode "verified" where
     the mode would be "sbd" by itself.
+    logprobs: tell the log-probability of each token, and of so many of the likeliest in its place.
     """
 
     mode: str | None
@@ -65,12 +67,13 @@ class Options(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logprobs: int | None
 
 
 # Options that other libraries' generation has as well, by whatever name; the others are ours alone.
 COMMON = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
-    "ignore_eos",
+    "ignore_eos", "logprobs",
 )  # fmt: skip
 OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 

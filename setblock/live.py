@@ -13,7 +13,7 @@ from rich.text import Text
 
 from setblock.generation import stream
 from setblock.model import Model
-from setblock.running import Generation
+from setblock.results import Generation
 
 # Neighbouring forwards are easy to tell apart; after the last colour the first comes again.
 COLORS = (

@@ -26,7 +26,7 @@ from setblock import attention, cache, sampling, solvers, verified
 from setblock.contenders import now
 from setblock.generation import generate
 from setblock.model import Model
-from setblock.running import Generation
+from setblock.results import Generation
 
 KINDS = ("head", "solver", "cache", "attention", "linears", "compiled", "other")
 COMPILED = "## Call CompiledFxGraph"  # so the profiler calls a run of torch.compile's kernels

@@ -18,7 +18,7 @@ from setblock.files import write_whole
 from setblock.generation import finished, settings_for
 from setblock.model import Model
 from setblock.names import ModelError, lasting
-from setblock.running import Generation
+from setblock.results import Generation
 
 MARK = "USER-TURN-OF-SETBLOCK"
 CHUNK = 256  # samples whose noise has one seed; a call that goes on begins the last chunk again

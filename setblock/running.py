@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -16,70 +17,11 @@ from setblock.grammar import Grammar
 from setblock.model import Model
 from setblock.pieces import TextPieces
 from setblock.prompt_cache import PromptCache
+from setblock.results import Generation, Reveal, TokenLogprob
 from setblock.settings import Settings
 from setblock.verified import BranchDrafts, SolverDrafts, VerifiedRows
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One row's result.
-
-    nfe: forwards the row took part in after its prompt's own, plus 1 if that one yielded a token.
-    prefill_forwards: of the longest of the prompts that were encoded together, see `Rows.encode`.
-    cached_tokens: of the prompt, those that a prompt_cache knew.
-    reveal_step: for each token the forward (1 .. nfe) that revealed it.
-    entropy: for each token the entropy in nats of what was predicted there, without temperature.
-    prefill_s, decode_s: seconds of the prompt's forward and from there to the row's end, both of
-    the batch that the row was part of, without what a caller of `stream` did in between.
-    finish_reason: "eos", "stop" or "length".
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    nfe: int
-    prefill_forwards: int
-    reveal_step: tuple[int, ...]
-    entropy: tuple[float, ...]
-    prefill_s: float
-    decode_s: float
-    settings: Settings
-    cached_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Generated tokens, EOS included."""
-        return len(self.token_ids)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """num_tokens / nfe; exactly 1 for mode "ntp"."""
-        return self.num_tokens / self.nfe
-
-    @property
-    def wall_s(self) -> float:
-        """prefill_s + decode_s."""
-        return self.prefill_s + self.decode_s
-
-
-@dataclass(frozen=True)
-class Reveal:
-    """What one forward brought to one row.
-
-    drafts: (offset in the answer, token id) of every token revealed now: never changed, maybe not
-    yet adjacent to the committed text, and cut in the end if an EOS or stop text comes before it.
-    text: the committed text that has grown since the row's last `Reveal`; never taken back.
-    generation: the row's result, with its last `Reveal` only.
-    """
-
-    row: int
-    nfe: int
-    drafts: tuple[tuple[int, int], ...]
-    text: str
-    generation: Generation | None
 
 
 @dataclass(eq=False)
@@ -90,7 +32,7 @@ class Answer:
     model: whose text it is. in_pieces: whether that is wanted piece by piece, or at the end alone.
     among: its settings among so many answers, with other drafts that change no token; None if they
     are always the same.
-    ids: its gapless tokens so far.
+    ids: its gapless tokens so far. told: how many of them a reveal has told of.
     """
 
     row: int
@@ -102,6 +44,7 @@ class Answer:
     grammar: Grammar | None = None
     among: Callable[[int], Settings] | None = None
     ids: list[int] = field(default_factory=list)
+    told: int = 0
     began: float = 0.0
     prefill_s: float | None = None
 
@@ -321,7 +264,9 @@ def _heard(
     drafts = tuple(zip((places - first).tolist(), tokens, strict=True))
     if not drafts and generation is None:
         return None, False
-    reveal = Reveal(answer.row, int(state.nfe[slot]), drafts, text, generation)
+    logprobs = _logprobs(state, slot, answer.told, len(answer.ids)) or ()
+    answer.told = len(answer.ids)
+    reveal = Reveal(answer.row, int(state.nfe[slot]), drafts, text, generation, logprobs)
     return reveal, generation is not None
 
 
@@ -404,4 +349,18 @@ def _finish(state: Rows, slot: int, answer: Answer, stopped: bool, now: float) -
         decode_s=now - answer.began - prefill_s,
         settings=answer.settings,
         cached_tokens=int(state.cache.restored[slot]),
+        logprobs=_logprobs(state, slot, 0, len(ids)),
     )
+
+
+def _logprobs(state: Rows, slot: int, begin: int, end: int) -> tuple[TokenLogprob, ...] | None:
+    """Of an answer's tokens from one to before another, if they are asked for."""
+    if state.settings.logprobs is None:
+        return None
+    places = slice(int(state.prompt_end[slot]) + begin, int(state.prompt_end[slot]) + end)
+    arrays = state.tokens, state.logprob, state.top, state.top_logprob
+    lists, told = (one[slot, places].tolist() for one in arrays), []
+    for token, own, ids, values in zip(*lists, strict=True):
+        top = [pair for pair in zip(ids, values, strict=True) if isfinite(pair[1])]
+        told.append(TokenLogprob(token, own, tuple(top)))
+    return tuple(told)

@@ -46,8 +46,10 @@ from setblock.fields import (
     shown,
     without_nulls,
 )
+from setblock.logprobs import Piece, Told
 from setblock.model import Model
 from setblock.prompt_cache import MOST_TOKENS, PromptCache
+from setblock.settings import MOST_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Served:
 
     def __init__(self, model: Model, name: str, block_size: int | None = None) -> None:
         self.model, self.name, self.created = model, name, int(time.time())
-        self.block_size = block_size
+        self.block_size, self.told = block_size, Told(model)
         self.device = model.device
         self.generation_config = None
         # No architecture of transformers': a text is parsed for thoughts and calls by a Hearing.
@@ -205,6 +207,14 @@ class Answers:
         """Those that the prompt is made of, by field."""
         raise NotImplementedError
 
+    def logprobs(self, body: dict[str, Any]) -> int | None:
+        """Of how many tokens in the place of each the log-probabilities are wanted; None: none."""
+        raise NotImplementedError
+
+    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
+        """Log-probabilities in the form of this protocol; offset: characters of the text before."""
+        raise NotImplementedError
+
     def _build_generation_config(self, body: dict[str, Any], *_: Any, **__: Any) -> Asked:
         options: Any = {name: body[name] for name in OPTIONS if name in body}
         if options.get("mode", self.model_manager.model.defaults["mode"]) != "ntp":
@@ -212,6 +222,7 @@ class Answers:
         if options.get("temperature"):
             options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
         options["json_schema"] = json_schema_of(body.get("response_format", TEXT))
+        options["logprobs"] = self.logprobs(body)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         return Asked(options, limit, body.get("return_token_ids", False), frozenset(body))
 
@@ -228,12 +239,19 @@ class Answers:
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.pop(request_id, None)
-        return JSONResponse(_telling(json.loads(response.body), told))
+        body = json.loads(response.body)
+        if (logprobs := told.pop("logprobs", None)) is not None:
+            body["choices"][0]["logprobs"] = self.told_of(logprobs)
+        return JSONResponse(_telling(body, told))
 
     def _build_chunk_sse(self, request_id: str = "", *args: Any, **given: Any) -> str:
-        if isinstance(failed := given.get("content", given.get("text")), Failed):
-            return f"data: {json.dumps(_body(failed.refused or failed))}\n\n"
+        if isinstance(piece := given.get("content", given.get("text")), Failed):
+            return f"data: {json.dumps(_body(piece.refused or piece))}\n\n"
         line = super()._build_chunk_sse(request_id, *args, **given)  # type: ignore[misc]
+        if isinstance(piece, Piece):
+            chunk = json.loads(line.removeprefix("data: "))
+            chunk["choices"][0]["logprobs"] = self.told_of(piece.logprobs, piece.offset)
+            return f"data: {json.dumps(chunk)}\n\n"
         told = self.generation_state.engine.done.get(request_id)
         if given.get("usage") is None or told is None:
             return line
@@ -249,6 +267,8 @@ class Chat(Answers, ChatCompletionHandler):
         "messages": "a list of messages",
         "tools": "a list of tools",
         "tool_choice": "a text or an object",
+        "logprobs": "true or false",
+        "top_logprobs": "an integer",
         "chat_template_kwargs": "an object",
     }
 
@@ -290,8 +310,8 @@ class Chat(Answers, ChatCompletionHandler):
         if tools and choice != "none":
             body["tools"] = tools
         if "tools" in body:
-            for name in {"response_format", "regex", "grammar"} & body.keys():
-                if body[name] != TEXT:
+            for name in {"response_format", "regex", "grammar", "logprobs"} & body.keys():
+                if body[name] not in (TEXT, False):
                     raise Refused(name, "can't be used with tools, which an answer may call")
         if "tools" in body and not forced and body.get("parallel_tool_calls") is False:
             why = "must be true with tools, unless one has to be called, got False"
@@ -302,6 +322,10 @@ class Chat(Answers, ChatCompletionHandler):
                     "chat_template_kwargs",
                     f"may not hold {name}: only variables of the chat template are allowed",
                 )
+        if not 0 <= (count := body.get("top_logprobs", 0)) <= MOST_LOGPROBS:
+            raise Refused("top_logprobs", f"must be in 0..{MOST_LOGPROBS}, got {count}")
+        if count and not body.get("logprobs"):
+            raise Refused("top_logprobs", f"is for logprobs true, got {count} without it")
         limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
         if len(limits) > 1:
             raise Refused(
@@ -327,11 +351,17 @@ class Chat(Answers, ChatCompletionHandler):
             "chat_template_kwargs": [as_json(body.get("chat_template_kwargs"))],
         }
 
+    def logprobs(self, body: dict[str, Any]) -> int | None:
+        return body.get("top_logprobs", 0) if body.get("logprobs") else None
+
+    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
+        return self.model_manager.told.of_chat(logprobs)
+
 
 class Completions(Answers, CompletionHandler):
     """/v1/completions."""
 
-    fields: ClassVar = {"prompt": "a text"}
+    fields: ClassVar = {"prompt": "a text", "logprobs": "an integer"}
 
     def check(self, body: dict[str, Any]) -> None:
         if "prompt" not in body:
@@ -341,6 +371,12 @@ class Completions(Answers, CompletionHandler):
 
     def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
         return {"prompt": [body["prompt"]]}
+
+    def logprobs(self, body: dict[str, Any]) -> int | None:
+        return body.get("logprobs")
+
+    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
+        return self.model_manager.told.of_completion(logprobs, offset)
 
 
 def build(

@@ -16,6 +16,7 @@ DRAFTS = ("branches", "solver")
 FORMATS = ("json_schema", "regex", "grammar")  # what an answer has to look like
 # What changes the logits of tokens that the text has, and the value that changes nothing.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+MOST_LOGPROBS = 20  # tokens that are told of a place
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
     "sbd": ("slide", "next_token_seed", "fallback"),
@@ -57,6 +58,8 @@ class Settings:
         arXiv:1909.05858, "Penalized sampling", as transformers has it.
     presence_penalty, frequency_penalty: likewise; taken from the logits of tokens that the answer
         has, the latter for each time. Source: OpenAI's API.
+    logprobs: of each token the log-probability, and so many of the likeliest in its place with
+        theirs; None is none of this. See running.TokenLogprob.
     """
 
     mode: str
@@ -80,6 +83,7 @@ class Settings:
     repetition_penalty: float | int = 1.0
     presence_penalty: float | int = 0.0
     frequency_penalty: float | int = 0.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("draft", DRAFTS)):
@@ -140,6 +144,9 @@ class Settings:
             if getattr(self, name):
                 got = getattr(self, name)
                 raise ValueError(f"{name} is for draft 'branches', got {got} with draft 'solver'")
+        told = self.logprobs
+        if told is not None and (type(told) is not int or not 0 <= told <= MOST_LOGPROBS):
+            raise ValueError(f"logprobs must be an integer in 0..{MOST_LOGPROBS}, got {told!r}")
         self._check_formats()
         self._check_penalties()
         longest = max(self.block_size, self.lookup + 1)
@@ -217,13 +224,13 @@ class Settings:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values; no solver where none has a say, no format, penalty or min_p where none
-        is asked for.
+        """As JSON values; no solver where none has a say, no format, penalty, min_p or logprobs
+        where none is asked for.
         """
         told = {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
         if not self.sampler.min_p:
             del told["sampler"]["min_p"]
-        idle = {name for name in FORMATS if told[name] is None} | PENALTIES.keys()
+        idle = {name for name in (*FORMATS, "logprobs") if told[name] is None} | PENALTIES.keys()
         return {k: v for k, v in told.items() if k not in idle} | self.penalties
 
     @property

@@ -119,12 +119,12 @@ class VerifiedRows(Rows):
         """
         longest = logits.shape[1] - 1
         places = self._places(longest + 1)
-        said, nats = self._said(logits, places)
+        said, nats, likely = self._said(logits, places)
         offset = np.arange(longest + 1)
         same = (said[:, :-1] == self.draft[:, :longest]) & (offset[:-1] < self.length[:, None])
         accepted = same.cumprod(axis=1).sum(axis=1)
         final = (offset <= accepted[:, None]) & verifying[:, None]
-        revealed = self._reveal(final, places, said, nats)
+        revealed = self._reveal(final, places, said, nats, likely)
         kept = np.where(verifying, self.start - self.cache.lengths + accepted, 0)
         self.cache.keep(kept)
         self.start = np.where(verifying, self.start + accepted + 1, self.start)
@@ -132,9 +132,9 @@ class VerifiedRows(Rows):
 
     def _said(
         self, logits: Float[Tensor, "batch verified vocab"], places: Int[ndarray, "batch verified"]
-    ) -> tuple[Int[ndarray, "batch verified"], Float[ndarray, "batch verified"]]:
+    ) -> tuple[ndarray, ndarray, list[ndarray]]:
         """(the tokens of next-token decoding, or with lenience drafted ones that are nearly as
-        likely; the entropies of their distributions), on the host.
+        likely; the entropies of their distributions; what `_likely` tells of them), on the host.
 
         With lenience l a drafted token takes the place of another if its probability, sampling's
         temperature and noise included, is at least l times that one's. Two things stay as they are:
@@ -149,19 +149,26 @@ class VerifiedRows(Rows):
         self.length = np.minimum(self.length, counts - 1)  # as far as something may follow it
         rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
         exact, nats = sampler.pick(logits, rows, there, seeds), entropy(logits)
+        likely = self._likely(logits, exact)
         if self.settings.lenience == 1 or not longest:
-            exact, nats = to_host(exact, nats)
-            return exact, nats
+            exact, nats, *likely = to_host(exact, nats, *likely)
+            return exact, nats, likely
         draft = self.draft[:, :longest]
         [drafted] = to_device(logits.device, draft)
         before, lenience = there[:, :-1], self.settings.lenience
         near = nearly(sampler, logits[:, :-1], rows, before, drafted, lenience, seeds)
-        exact, nats, near = to_host(exact, nats, near)
+        others = self._likely(logits[:, :-1], drafted)[:1]
+        exact, nats, near, *told = to_host(exact, nats, near, *likely, *others)
         own = exact[:, :-1]
         near = near & (np.arange(longest) < self.length[:, None])
         near &= ~self.copied[:, None]
         near &= ~self._is_end(draft) & ~self._is_end(own)
-        return np.concatenate([np.where(near, draft, own), exact[:, -1:]], axis=1), nats
+        said = np.concatenate([np.where(near, draft, own), exact[:, -1:]], axis=1)
+        if told:
+            logprob, top, top_logprob, of_drafts = told
+            logprob[:, :-1] = np.where(near, of_drafts, logprob[:, :-1])
+            told = [logprob, top, top_logprob]
+        return said, nats, told
 
     def _useful(self, draft: Int[ndarray, "batch draft"]) -> Int[ndarray, " batch"]:
         """How many tokens of a draft behind `start` are worth a query.

@@ -14,7 +14,7 @@ import openai
 import uvicorn
 
 from setblock.nano import problems
-from setblock.running import Generation
+from setblock.results import Generation
 
 USER = {"role": "user", "content": "hi"}
 QUESTIONS = tuple(problems(name, "validation", 1)[0].prompt for name in ("arithmetic", "json"))

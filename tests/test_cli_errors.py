@@ -390,7 +390,7 @@ def test_a_folder_is_no_record(run, trained, tmp_path):
 # Which test files type the options of a command.
 FILES = {
     "generate": "test_cli_prompts.py test_cli_generate.py test_cli_stream.py test_cli_info.py "
-    "test_grammar_asked.py",
+    "test_grammar_asked.py test_logprobs.py",
     "chat": "test_cli_chat.py",
     "info": "test_cli_info.py",
     "demo": "test_cli_demo.py",

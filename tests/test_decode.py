@@ -19,7 +19,7 @@ from setblock import decode
 from setblock.generation import generate, settings_for
 from setblock.masks import Layout
 from setblock.model import Model
-from setblock.running import Generation
+from setblock.results import Generation
 from setblock.settings import MODES
 from setblock.solvers import FORMS
 

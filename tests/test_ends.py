@@ -11,7 +11,7 @@ from transformers import AddedToken
 from setblock.generation import ending_at, generate, stream
 from setblock.loading import load
 from setblock.model import Model, _byte_ids
-from setblock.running import Reveal
+from setblock.results import Reveal
 
 
 class WordModel(TableModel):

@@ -17,7 +17,8 @@ from setblock.decode import CHUNK
 from setblock.generation import checked, generate, settings_for
 from setblock.loading import load
 from setblock.prompt_cache import PromptCache
-from setblock.running import Answer, Generation, Running
+from setblock.results import Generation
+from setblock.running import Answer, Running
 
 PROMPTS = [[5, 9, 30, 7], [8], [40, 41, 42] * 9, [5, 9, 30, 8, 2], [7, 7]]
 SHORT: dict[str, Any] = {"block_size": 4, "max_new_tokens": 14}

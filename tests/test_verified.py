@@ -18,7 +18,7 @@ from setblock.generation import generate, settings_for
 from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout
 from setblock.model import Model
-from setblock.running import Generation
+from setblock.results import Generation
 from setblock.verified import BranchDrafts
 
 __all__ = ["networks"]  # a fixture

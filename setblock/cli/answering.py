@@ -54,7 +54,7 @@ from setblock.cli.options import (
 
 if TYPE_CHECKING:
     from setblock.model import Model
-    from setblock.running import Generation
+    from setblock.results import Generation
 
 SLOW_S = 5.0  # of an answer, from which on it is worth saying what else may slow it down
 
@@ -150,12 +150,22 @@ def generate(
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Show what each forward revealed.")
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            help="With --json: tell the log-probability of each token, and of so many of the "
+            "likeliest in its place; 0 is of the token alone.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt.
 
     Seconds count neither loading nor the warm-up (a few tokens to a one-token prompt).
     """
+    if logprobs is not None and not as_json:
+        raise ValueError(f"--logprobs is for --json, got {logprobs} without it")
     for option, file in (("--json-schema", json_schema), ("--grammar", grammar)):
         sources = (text, prompt, prompt_file, messages, prompt_ids)
         unread = all(one is None for one in sources) or str(messages) == "-"
@@ -196,6 +206,7 @@ def generate(
         "json_schema": schema,
         "regex": regex,
         "grammar": written,
+        "logprobs": logprobs,
     }
     settings = settings_for(model, **options)
     refuse_idle([settings.mode], solver=solver, block_size=block_size)
@@ -276,6 +287,7 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "tokens": [model.decode([token]) for token in generation.token_ids],
         "reveal_step": generation.reveal_step,
         "entropy": generation.entropy,
+        "logprobs": generation.logprobs and [asdict(one) for one in generation.logprobs],
         "wall_s": generation.wall_s,
         "prefill_s": generation.prefill_s,
         "decode_s": generation.decode_s,

@@ -35,7 +35,7 @@ from setblock.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from setblock.running import Generation
+    from setblock.results import Generation
 
 
 @app.command()
