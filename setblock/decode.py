@@ -44,7 +44,8 @@ class Rows:
     logprob     [batch, capacity] its log-probability, where settings.logprobs asks for it
     top, top_logprob  [batch, capacity, logprobs] the likeliest tokens of its place, and theirs
     grammars    [batch] which tokens may come next in a row's answer; None for any
-    errors      [batch] why a row can't go on, as where its grammar allows nothing; None if it can
+    errors      [batch] why a row can't go on, as where its grammar allows nothing, or its logits
+                are no numbers; None if it can
     beyond      query tokens of a forward that stand behind a text at most
     The cache knows how many positions of each row it holds: `cache.lengths`.
     """
@@ -261,6 +262,10 @@ class Rows:
                 self.grammars[slot].say(chosen[slot][where[slot]].tolist())
             except ValueError as error:
                 self.errors[slot] = error
+        broken = np.any(where & np.isnan(nats), axis=1)
+        for slot in np.flatnonzero(broken).tolist():
+            why = f"the logits of {self.model.name} are not numbers: look at its weights"
+            self.errors[slot] = ValueError(why)
         row, column = where.nonzero()
         place = row, slots[row, column]
         self.tokens[place] = chosen[row, column]

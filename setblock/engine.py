@@ -134,8 +134,6 @@ class Engine(GenerateManager):
                 put(None)
 
         def fail(error: Exception) -> None:
-            if not isinstance(error, Refused):
-                logger.error("an answer failed", exc_info=error)
             put(Failed(error))
             put(None)
 
@@ -165,8 +163,10 @@ class Engine(GenerateManager):
         job = Job(answer, gen_config, hear, tell)
         self._ask(job)
         outcome = await future
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, Refused):
             raise outcome
+        if isinstance(outcome, Exception):
+            raise Refused(None, why(outcome), 500)
         self._finish(request_id, job, outcome)
         if outcome.logprobs is not None:
             self.done[request_id]["logprobs"] = of_text(outcome.logprobs, outcome)
@@ -216,15 +216,15 @@ class Engine(GenerateManager):
                 self._admit()
                 for batch in self._batches:
                     self._turn(batch)
-        except Exception as error:  # of this class itself: nobody shall wait for ever
-            self._end_all(error)
+        except BaseException as error:  # of this class itself, or a panic in a library of Rust
+            self._end_all(error)  # nobody shall wait for ever
 
-    def _end_all(self, error: Exception) -> None:
+    def _end_all(self, error: BaseException) -> None:
         jobs, self._jobs, self._batches = self._jobs, {}, []
         for job in jobs.values():
-            job.fail(error)
+            _fail(job, error)
         while self._waiting:  # others may ask meanwhile
-            self._waiting.popleft().fail(error)
+            _fail(self._waiting.popleft(), error)
 
     def _let_go(self) -> None:
         """Have those go whose clients have left, and all if the process is told to end."""
@@ -233,7 +233,17 @@ class Engine(GenerateManager):
         for job in [job for job in self._jobs.values() if job.asked.left.is_set()]:
             del self._jobs[job.answer.row]
             for batch in self._batches:
-                batch.leave([job.answer])
+                self._leave(batch, job.answer)
+
+    def _leave(self, batch: Running, answer: Answer) -> None:
+        batch.leave([answer])
+        self._tell_failures(batch)
+
+    def _tell_failures(self, batch: Running) -> None:
+        failed, batch.failed = batch.failed, []
+        for answer, error in failed:
+            if (job := self._jobs.pop(answer.row, None)) is not None:  # unless it has ended
+                _fail(job, error)
 
     def _admit(self) -> None:
         """Have those begin who may, one for each batch."""
@@ -248,7 +258,7 @@ class Engine(GenerateManager):
                     return
                 self._jobs[job.answer.row] = job
             except Exception as error:
-                job.fail(error)
+                _fail(job, error)
             self._waiting.popleft()
 
     def _begin(self, answer: Answer) -> bool:
@@ -272,43 +282,28 @@ class Engine(GenerateManager):
     def _forward(
         self, batch: Running, answers: list[Answer], forward: Callable[[], list[Reveal]]
     ) -> None:
-        """Tell these answers' requests what a forward brings, or by which error they are gone."""
-        try:
-            reveals = forward()
-        except Exception as error:
-            for answer in answers:
-                self._fail(answer, error)
-            batch.failed.clear()
-            return
+        """Tell these answers' requests what a forward brings, and by which errors some are gone."""
+        reveals = forward()
         now = time.perf_counter()
         for job in (self._jobs[answer.row] for answer in answers):
             if job.answer.prefill_s is not None:
                 job.first, job.ended = job.first or now, now
-        for answer, error in batch.failed:
-            self._fail(answer, error)
-        batch.failed.clear()
         for reveal in reveals:
             self._hear(batch, reveal)
+        self._tell_failures(batch)
 
     def _hear(self, batch: Running, reveal: Reveal) -> None:
-        job = self._jobs[reveal.row]
+        if (job := self._jobs.get(reveal.row)) is None:  # by what happened as another left
+            return
         try:
             job.hear(reveal)
         except Exception as error:
-            self._fail(job.answer, error)
-            batch.leave([job.answer])
+            del self._jobs[reveal.row]
+            _fail(job, error)
+            self._leave(batch, job.answer)
             return
         if reveal.generation is not None:
             del self._jobs[reveal.row]
-
-    def _fail(self, answer: Answer, error: Exception) -> None:
-        """error: of a form of the answer that turns out to be too much on the way, it is the
-        request's.
-        """
-        job = self._jobs.pop(answer.row)
-        if isinstance(error, ValueError) and (refused := _refusal(error, job.asked)).field in FORMS:
-            error = refused
-        job.fail(error)
 
     def _finish(self, request_id: str, job: Job, generation: Generation) -> None:
         asked = job.asked
@@ -357,6 +352,18 @@ def _refusal(error: Exception, asked: Asked) -> Refused:
     return Refused(field, why) if field in asked.fields else Refused(None, message)
 
 
-def why(error: Exception) -> str:
+def _fail(job: Job, error: BaseException) -> None:
+    """Tell a request by which error its answer is gone."""
+    told = error if isinstance(error, Exception) else RuntimeError(why(error))
+    # A form of the answer that turns out to be too much on the way is the request's.
+    if isinstance(error, ValueError) and (refused := _refusal(error, job.asked)).field in FORMS:
+        told = refused
+    if not isinstance(told, Refused):
+        logger.error("an answer failed", exc_info=error)
+    told.__context__ = told.__cause__ = told.__traceback__ = None  # these would hold its batch
+    job.fail(told)
+
+
+def why(error: BaseException) -> str:
     """What an error says, or else its kind."""
     return str(error) or type(error).__name__

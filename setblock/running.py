@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-import numpy as np
-import torch
 from jaxtyping import Bool
 from numpy import ndarray
 
@@ -58,9 +56,9 @@ class Running:
     Those who come have their prompts encoded by forwards of their own, up to the first that reveals
     tokens, and then take part in the others'. How much is drafted for each may depend on how many
     there are.
-    answers: those that are there, in the order of the state's rows. coming: those that come. By an
-    error in a forward all go that are in it.
-    failed: those that have gone by an error of their own, and what it was.
+    answers: those that are there, in the order of the state's rows. coming: those that come.
+    failed: those that have gone by an error, and what it was: by one in a forward all that are in
+    it, else those that it is of. Whoever calls takes them out.
     """
 
     def __init__(self, room: int | None = None, prompt_cache: PromptCache | None = None) -> None:
@@ -113,6 +111,7 @@ class Running:
         """
         begin, state = time.perf_counter(), self._arriving
         assert state is not None, "nobody comes"
+        reveals, going = [], self.coming
         try:
             if state.encode():
                 self._seconds += time.perf_counter() - begin
@@ -120,26 +119,38 @@ class Running:
             reveals, going = self._step(state, self.coming, begin)
             if going:
                 self._join(state, going)
-        except Exception:
-            self._gone(coming=True)
-            raise
+        except Exception as error:
+            self._fail(going, error)
         self._gone(coming=True)
         return reveals
 
     def step(self) -> list[Reveal]:
         """A forward of those who are there."""
+        reveals, going = [], self.answers
         try:
             self._draft_for(len(self.answers))
             assert self._state is not None
             reveals, self.answers = self._step(self._state, self.answers, time.perf_counter())
-        except Exception:
-            self.answers = []
-            if self._state is not None:
-                self._state.select([])  # those who come are to be where it was
-            self._gone()
-            raise
+        except Exception as error:
+            self._fail(going, error)
+            self._empty()
         self._gone()
         return reveals
+
+    def _fail(self, answers: list[Answer], error: Exception) -> None:
+        self.failed += [(answer, error) for answer in answers]
+
+    def _empty(self) -> None:
+        """Have nobody be there any more, after an error; those who come are to be in the same
+        memory.
+        """
+        self.answers = []
+        try:
+            if self._state is not None:
+                self._state.select([])
+        except Exception as error:  # what is in that memory is not known then
+            self._fail(self.coming, error)
+            self._state, self._arriving, self.coming = None, None, []
 
     def _gone(self, coming: bool = False) -> None:
         """Give back what nobody needs any more. coming: nobody comes."""
@@ -195,7 +206,20 @@ class Running:
         going = [slot for slot, answer in enumerate(answers) if answer not in leaving]
         for slot in set(range(len(answers))) - set(going):
             self._keep(state, slot)
-        return _going_on(state, answers, going)
+        return self._going_on(state, answers, going)
+
+    def _going_on(self, state: Rows, answers: list[Answer], going: list[int]) -> list[Answer]:
+        """Those in these slots; the state has no others any more. Nobody, if that is an error."""
+        try:
+            if len(going) < len(answers):
+                going = closed_up(going)
+                state.select(going)
+        except Exception as error:
+            self._fail([answers[slot] for slot in going], error)
+            if state is self._state:
+                self._empty()
+            return []
+        return [answers[slot] for slot in going]
 
     def _keep(self, state: Any, slot: int) -> None:
         """Keep what the prompt cache's next prompts may begin like, if there is memory for it."""
@@ -203,9 +227,10 @@ class Running:
             return
         try:
             self.prompt_cache.keep(state, slot)
-        except (MemoryError, torch.OutOfMemoryError):
+        except (MemoryError, RuntimeError) as error:  # the latter is torch's, of any device
             self.prompt_cache.clear()
-            log.warning("no memory for a prompt cache: it is empty again")
+            why = str(error) or type(error).__name__
+            log.warning("the prompt cache is empty again, as keeping a text failed: %s", why)
 
     def _step(
         self, state: Rows, answers: list[Answer], begin: float
@@ -226,17 +251,9 @@ class Running:
                 self._keep(state, slot)
             else:
                 going.append(slot)
-        staying = _going_on(state, answers, going)
+        staying = self._going_on(state, answers, going)
         self._seconds += time.perf_counter() - begin
         return reveals, staying
-
-
-def _going_on(state: Rows, answers: list[Answer], going: list[int]) -> list[Answer]:
-    """Those in these slots; the state has no others any more."""
-    if len(going) < len(answers):
-        going = closed_up(going)
-        state.select(going)
-    return [answers[slot] for slot in going]
 
 
 def _heard(
@@ -281,9 +298,9 @@ def to_their_ends(answers: Sequence[Answer], prompt_cache: PromptCache | None) -
     try:
         while len(running):
             reveals = running.come() if running.coming else running.step()
+            yield from reveals
             if running.failed:
                 raise running.failed[0][1]
-            yield from reveals
     except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole
         running.close()
         raise
@@ -332,8 +349,6 @@ def _finish(state: Rows, slot: int, answer: Answer, stopped: bool, now: float) -
     """now: as `Answer.began`, where its last forward ended."""
     first, ids = int(state.prompt_end[slot]), answer.ids
     places = slice(first, first + len(ids))
-    if np.isnan(state.entropy[slot, places]).any():
-        raise ValueError(f"the logits of {state.model.name} are not numbers: look at its weights")
     at_eos = not state.settings.ignore_eos and ids[-1] in state.model.eos_token_ids
     prefill_s = answer.prefill_s or 0.0
     return Generation(

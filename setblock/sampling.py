@@ -83,8 +83,9 @@ class Sampler:
         if self.temperature == 0:
             return logits
         # The largest becomes 0 first, which no temperature, however small, makes overflow.
+        never = logits == -torch.inf  # nor is it said where others are no numbers
         logits = logits.float() - logits.float().amax(dim=-1, keepdim=True)
-        kept = logits / self.temperature
+        kept = (logits / self.temperature).masked_fill_(never, -torch.inf)
         if truncate:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
             if self.min_p:  # the largest is 0

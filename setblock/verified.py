@@ -102,7 +102,8 @@ class VerifiedRows(Rows):
             offset = position - self.start[:, None]
             drafted = taken(self.draft, np.minimum(np.maximum(offset, 0), self.draft.shape[1] - 1))
             tokens = np.where(offset >= 0, drafted, tokens)
-        return tokens, position
+        # Padding is the same whatever was drafted before.
+        return np.where(position < end[:, None], tokens, self.model.mask_token_id), position
 
     def _places(self, count: int) -> Int[ndarray, "batch count"]:
         """The positions start, start + 1, ..."""
@@ -362,7 +363,7 @@ class BranchDrafts(VerifiedRows):
                 columns.append((accepted, runner, known))
         parts = zip(*columns, strict=True)
         accepted, seeds, used = (np.concatenate(part, axis=1) for part in parts)
-        needed = used.any(axis=0)
+        needed, seeds = used.any(axis=0), np.where(used, seeds, self.model.mask_token_id)
         return accepted[:, needed], seeds[:, needed], used[:, needed]
 
     def _redraft(
