@@ -199,7 +199,7 @@ class Engine(GenerateManager):
         if settings.mode == "verified" and settings.lenience == 1:
             among = functools.cache(lambda rows: settings_for(model, rows, **given))
         number = next(self._numbers)
-        return Answer(number, ids, model, settings, 0, in_pieces, grammar, among)
+        return Answer(number, ids, model, settings, asked.row, in_pieces, grammar, among)
 
     def _ask(self, job: Job) -> None:
         self._waiting.append(job)

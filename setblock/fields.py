@@ -27,6 +27,7 @@ TAKEN = {
     "return_token_ids": "true or false",
     "max_tokens": "an integer",
     "max_completion_tokens": "an integer",
+    "n": "an integer",
     "user": "a text",  # whose request it is, which changes no answer
     "metadata": "an object",  # likewise
 }
@@ -43,8 +44,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 # Fields that are taken with a value that asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,),
-    "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
@@ -59,6 +59,7 @@ ELSEWHERE = {
 LARGEST = 2**63  # integers are below it, as seeds are
 # What may still become a stop text is looked for at every length of every one of them.
 MOST_STOPS, LONGEST_STOP = 16, 1_000
+MOST_CHOICES = 64  # answers to one request
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 100
@@ -78,14 +79,19 @@ class Refused(Exception):
 @dataclass
 class Asked:
     """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
-    an answer is there: an answer as long as that ended for its length."""
+    an answer is there: an answer as long as that ended for its length.
+
+    choices: answers to it. row: of the sampling noise of this one.
+    """
 
     options: dict[str, Any]
     limit: int | None
     return_token_ids: bool
     fields: frozenset[str]
+    choices: int = 1
+    row: int = 0
     max_new_tokens: int | None = None
-    left: threading.Event = field(default_factory=threading.Event)  # the client of a stream is gone
+    left: threading.Event = field(default_factory=threading.Event)  # nobody waits for it any more
 
     @property
     def prompt(self) -> str:
@@ -116,6 +122,11 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
             raise Refused(name, f"is not supported, only {allowed}; got {shown(value)}")
     _check_stop(body.get("stop", []))
     _check_stream_options(body)
+    if not 1 <= (choices := body.get("n", 1)) <= MOST_CHOICES:
+        raise Refused("n", f"must be in 1..{MOST_CHOICES}, got {shown(choices)}")
+    for name in ("stream", "tools") if choices > 1 else ():
+        if body.get(name):
+            raise Refused("n", f"must be 1 with {name}, got {choices}")
 
 
 def json_schema_of(form: dict[str, Any]) -> dict[str, Any] | None:

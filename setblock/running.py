@@ -117,6 +117,9 @@ class Running:
                 self._seconds += time.perf_counter() - begin
                 return []
             reveals, going = self._step(state, self.coming, begin)
+            if going and self.room is not None:  # others with the same beginning may wait already
+                for slot in range(len(going)):
+                    self._keep(state, slot)
             if going:
                 self._join(state, going)
         except Exception as error:

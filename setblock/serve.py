@@ -4,6 +4,7 @@ Routes, messages, responses and server-sent events are those of `transformers se
 what it is told to do: which fields a request may have, and how the tokens are found.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -224,7 +226,8 @@ class Answers:
         options["json_schema"] = json_schema_of(body.get("response_format", TEXT))
         options["logprobs"] = self.logprobs(body)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return Asked(options, limit, body.get("return_token_ids", False), frozenset(body))
+        told_ids, fields = body.get("return_token_ids", False), frozenset(body)
+        return Asked(options, limit, told_ids, fields, choices=body.get("n", 1))
 
     def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
         response = super()._streaming(request_id, *args, **given)  # type: ignore[misc]
@@ -237,12 +240,30 @@ class Answers:
         return _Events(_then_done(response.body_iterator), leave)
 
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
+        [asked] = (one for one in args if isinstance(one, Asked))
+        if asked.choices == 1:
+            return JSONResponse(await self._one(request_id, *args, **given))
+        tasks = []
+        for row in range(asked.choices):
+            own = (replace(one, row=row) if one is asked else one for one in args)
+            tasks.append(asyncio.ensure_future(self._one(f"{request_id}-{row}", *own, **given)))
+        try:
+            bodies = await asyncio.gather(*tasks)
+        except Exception:
+            asked.left.set()  # the others are of no use
+            for task in tasks:
+                task.cancel()
+            raise
+        return JSONResponse(_several(request_id, bodies))
+
+    async def _one(self, request_id: str, *args: Any, **given: Any) -> dict[str, Any]:
+        """The body of a response with one answer."""
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.pop(request_id, None)
         body = json.loads(response.body)
         if (logprobs := told.pop("logprobs", None)) is not None:
             body["choices"][0]["logprobs"] = self.told_of(logprobs)
-        return JSONResponse(_telling(body, told))
+        return _telling(body, told)
 
     def _build_chunk_sse(self, request_id: str = "", *args: Any, **given: Any) -> str:
         if isinstance(piece := given.get("content", given.get("text")), Failed):
@@ -459,6 +480,18 @@ def _telling(body: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     """The answer, or the last chunk of its stream, with what the engine tells of it."""
     cached = {"prompt_tokens_details": {"cached_tokens": told.pop("cached_tokens")}}
     return {**body, "usage": {**body["usage"], **cached}, "setblock": told}
+
+
+def _several(request_id: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One response of several answers to a request, each with what the engine tells of it."""
+    choices = []
+    for index, body in enumerate(bodies):
+        [choice] = body["choices"]
+        choices.append({**choice, "index": index, "setblock": body.pop("setblock")})
+    usage = bodies[0]["usage"]
+    said = sum(body["usage"]["completion_tokens"] for body in bodies)
+    usage |= {"completion_tokens": said, "total_tokens": usage["prompt_tokens"] + said}
+    return {**bodies[0], "id": request_id, "choices": choices, "usage": usage}
 
 
 def _body(told: Any, status: int = 500) -> dict[str, Any]:

@@ -127,6 +127,19 @@ def test_what_earlier_requests_left_is_not_encoded_again():
         assert told(desk.results[n + 1]) == told(alone(model, [5, 6, 7, 8, 9, 3 + n], **NTP))
 
 
+def test_who_waits_begins_with_what_another_began_with():
+    """Its prompt is kept as soon as it is encoded."""
+    model, kept = TableModel.random(), PromptCache()
+    desk = Desk(model, prompt_cache=kept)
+    for n in range(3):
+        desk.ask([5, 6, 7, 8, 9, 3 + n], **NTP)
+    desk.wait()
+    assert [desk.results[n].cached_tokens for n in range(3)] == [0, 5, 5]
+    for n in range(3):
+        assert told(desk.results[n]) == told(alone(model, [5, 6, 7, 8, 9, 3 + n], **NTP))
+    assert kept.num_tokens == sum(5 + desk.results[n].num_tokens for n in range(3))
+
+
 # ------------------------------------------------------------------ who leaves, who fails
 
 

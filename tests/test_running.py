@@ -211,7 +211,7 @@ def test_who_leaves_does_not_disturb_the_others():
     batch.leave([answers[0], answers[3]])
     assert (batch.answers, batch.coming) == ([answers[2], answers[1]], [])
     said = answers[0].ids
-    assert kept.num_tokens == 4 + len(said) - 1
+    assert kept.num_tokens == 4 + len(said) - 1 + 2 * 4, "and the others' prompts"
     results = ended(batch, [])
     for row in (1, 2):
         same(results[row], alone(model, [3 + row] * 4, **how))
@@ -372,7 +372,7 @@ def test_an_answer_whose_text_fails_goes_alone(monkeypatch):
     monkeypatch.setattr(answers[1].pieces, "extend", broken)
     batch.step()
     assert [(one.row, str(error)) for one, error in batch.failed] == [(1, "not numbers")]
-    assert kept.num_tokens == 0, "of an error"
+    assert kept.num_tokens == 3 * 3, "prompts, nothing of an error"
     found = ended(batch, [])
     for row in (0, 2):
         same(found[row], alone(model, [3 + row] * 3, **how))

@@ -12,8 +12,9 @@ from setblock.loading import load
 from setblock.serve import build
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"n": 2}, "n is not supported, only 1; got 2"),
-    ({"n": True}, "n is not supported, only 1; got True"),
+    ({"n": 0}, "n must be in 1..64, got 0"),
+    ({"n": 65}, "n must be in 1..64, got 65"),
+    ({"n": True}, "n must be an integer, got True"),
     ({"best_of": 3}, "best_of is not"),
     ({"presence_penalty": "low"}, "presence_penalty must be a number, got 'low'"),
     ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
@@ -44,7 +45,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fallback": 10**400}, "fallback must be a number below 2**63, got 10000"),
     ({"top_k": 10**400}, "top_k must be an integer below 2**63, got 10000"),
     ({"seed": 2**63}, "seed must be an integer below 2**63, got 9223372036854775808"),
-    ({"n": 10**400}, "n is not supported, only 1; got 10000"),
+    ({"n": 10**400}, "n must be an integer below 2**63, got 10000"),
     ({"temperature": -1}, "temperature must be"),
     ({"temperature": "hot"}, "temperature must be"),
     ({"top_p": 2}, "top_p must be"),
@@ -89,6 +90,16 @@ def test_what_is_not_supported_is_named(address, fields, message, stream):
         # Where it is the prompt that is too long with this field, the prompt is named.
         named = {field, repr(field), prompt}
         assert error["param"].split(".")[0] in named or len(field) > 100
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}]
+)
+def test_several_answers_are_neither_streamed_nor_calls(address, fields):
+    turn = {"messages": [{"role": "user", "content": "hi"}], "n": 2, **fields}
+    error = refused(address, turn, "chat/completions")
+    [name] = fields
+    assert (error["message"], error["param"]) == (f"n must be 1 with {name}, got 2", "n")
 
 
 def test_what_only_a_stream_has(address):
