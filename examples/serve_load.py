@@ -194,6 +194,7 @@ async def measure(
     modes: list[str],
     sizes: list[int],
     questions: list[str],
+    before: str,
     most: int,
     repeats: int,
     leave_every: int,
@@ -212,17 +213,19 @@ async def measure(
                     own = {"vllm_xargs": own} if extra else own
                     every = leave_every if repeat else 0
                     asked = questions if repeat else questions[: 2 * size]
-                    before = at_rest(url, server_pid)
+                    if before:  # nothing of which is known from an earlier round
+                        asked = [f"{mode} {size} {repeat}\n{before}\n{one}" for one in asked]
+                    at_first = at_rest(url, server_pid)
                     seconds, answers = await round_of(client, model, asked, most, size, own, every)
                     line = line_of(seconds, answers)
                     texts = texts or [one.text for one in answers]
                     pairs = zip(answers, texts, strict=True)
                     line["same"] = sum(one.text == text for one, text in pairs if not one.left)
                     after = at_rest(url, server_pid)
-                    line |= {"before": before, "after": after, "tokens_per_forward": None}
-                    if steps := after.get("forwards", 0) - before.get("forwards", 0):
+                    line |= {"before": at_first, "after": after, "tokens_per_forward": None}
+                    if steps := after.get("forwards", 0) - at_first.get("forwards", 0):
                         # Of answers that were left nobody knows how many tokens they had.
-                        tokens = after["committed"] - before["committed"]
+                        tokens = after["committed"] - at_first["committed"]
                         line["tokens_per_forward"] = (
                             tokens if line["left"] else line["tokens"]
                         ) / steps
@@ -275,6 +278,14 @@ def main(
         Path | None, typer.Option(help="Rows with the questions. Default: nano's problems.")
     ] = None,
     field: Annotated[str, typer.Option(help="The column that holds them.")] = "question",
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to put before every question, behind a line of the round's and mode's own: "
+            "what requests at the same time have in common, and none before them. Modes answer "
+            "other prompts then."
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 200,
     repeats: Annotated[int, typer.Option(help="Rounds, after one that warms up.")] = 3,
     leave_every: Annotated[
@@ -294,6 +305,7 @@ def main(
         for one in modes:
             fields_of(one)
         questions = problems_of_nano(requests) if data is None else questions_of(data, field)
+        common = "" if before is None else before.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
@@ -302,7 +314,7 @@ def main(
     record["results"] = asyncio.run(
         measure(
             url, model, modes, concurrency or [1, 4, 16, 64],
-            questions, max_tokens, repeats, leave_every, not transformers, server_pid,
+            questions, common, max_tokens, repeats, leave_every, not transformers, server_pid,
         )
     )  # fmt: skip
     if out is not None:

@@ -52,7 +52,7 @@ LEVELS = (
     ("trial", "grammar"),
     ("loading", "decode", "results", "pieces", "views", "forced"),
     ("verified", "likelihood", "train", "calls", "prompt_cache", "logprobs"),
-    ("running", "vllm"),
+    ("running", "vllm", "served"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     (

@@ -95,9 +95,21 @@ def test_the_load_example_with_questions_of_ones_own(address, tmp_path):
         assert 2 <= line["tokens"] <= 18
 
 
+def test_the_load_example_with_a_common_beginning(address, tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "serve_load.py"
+    (tmp_path / "before.txt").write_text("1 2 " * 100)
+    words = ["--url", f"{address}/v1", "--before", str(tmp_path / "before.txt"), "--mode", "ntp"]
+    words += ["--concurrency", "2", "--requests", "2", "--max-tokens", "2", "--repeats", "1"]
+    words += ["--transformers", "--out", str(tmp_path / "load.json")]
+    subprocess.run([sys.executable, str(script), *words], check=True, capture_output=True)
+    [line] = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert (line["requests"], line["lost"]) == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--before", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["--data", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
         (["--data", "rows.jsonl"], "rows.jsonl, row 1: question must be a text"),
         (["--mode", '{"mode": '], "--mode must be a mode or JSON, got"),
