@@ -301,16 +301,16 @@ class PrefixCache(Cache):
         ]
 
     def restore(self, saved: Sequence[tuple[Tensor, Tensor] | None], count: int) -> None:
-        """Begin with the first `count` tokens that a cache of one row has saved."""
-        assert len(self.lengths) == 1, f"one row, but the cache has {len(self.lengths)}"
+        """Begin every row with the first `count` tokens that a cache has saved of one."""
         assert not self.lengths.any(), "restore() is for an empty cache"
+        rows = len(self.lengths)
         if count > self.memory.room:
             self._grow(count)
         for layer, pair in zip(self._own, saved, strict=True):
             if pair is not None:
-                layer.lazy_initialization(*(states[None] for states in pair))
-                layer.keys[0, :, :count] = pair[0][:, :count]
-                layer.values[0, :, :count] = pair[1][:, :count]
+                layer.lazy_initialization(*(states.expand(rows, -1, -1, -1) for states in pair))
+                layer.keys[:, :, :count] = pair[0][:, :count]
+                layer.values[:, :, :count] = pair[1][:, :count]
         self.lengths = np.full_like(self.lengths, count)
         self.restored = self.lengths.copy()
 

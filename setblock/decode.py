@@ -28,6 +28,7 @@ from setblock.solvers import Certain, Predictions, check_revealed, revealed_by
 from setblock.transfer import to_device, to_host
 
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
+ALIKE = 128  # tokens that prompts begin with alike, from which on they are encoded once
 
 
 class Rows:
@@ -44,6 +45,7 @@ class Rows:
     logprob     [batch, capacity] its log-probability, where settings.logprobs asks for it
     top, top_logprob  [batch, capacity, logprobs] the likeliest tokens of its place, and theirs
     grammars    [batch] which tokens may come next in a row's answer; None for any
+    cached      [batch] tokens of the prompt that a prompt cache knew
     errors      [batch] why a row can't go on, as where its grammar allows nothing, or its logits
                 are no numbers; None if it can
     beyond      query tokens of a forward that stand behind a text at most
@@ -54,7 +56,7 @@ class Rows:
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
         *("rows", "seeds", "nfe", "revealed_at", "entropy", "prefill_forwards"),
-        *("logprob", "top", "top_logprob", "grammars", "errors"),
+        *("logprob", "top", "top_logprob", "grammars", "errors", "cached"),
     )
     BY_POSITION: ClassVar = {
         *("tokens", "revealed_at", "entropy"),
@@ -101,7 +103,7 @@ class Rows:
         self.errors = np.full(len(prompts), None)
         self.ends = [] if settings.ignore_eos else sorted(model.eos_token_ids)
         self.cache = model.new_cache(len(prompts), capacity + scratch, room)
-        self.prefill_forwards = np.ones_like(self.start)
+        self.prefill_forwards, self.cached = np.ones_like(self.start), np.zeros_like(self.start)
 
     @property
     def longest(self) -> int:
@@ -120,6 +122,20 @@ class Rows:
         pairs = zip(self.grammars, self.errors, strict=True)
         return np.array([form is not None and error is None for form, error in pairs], dtype=bool)
 
+    def encode_alike(self) -> None:
+        """Put what all prompts begin with into the empty cache, by forwards of one row, if that is
+        ALIKE tokens or more; not the last token of any, whose logits are wanted.
+        """
+        prompts = self.tokens[:, : int(self.prompt_end.min()) - 1]
+        count = int((prompts == prompts[0]).all(axis=0).cumprod().sum())
+        if len(prompts) < 2 or count < ALIKE:
+            return
+        one = self.model.new_cache(1, count, room=0)
+        for first in range(0, count, CHUNK):
+            position = np.arange(first, min(first + CHUNK, count))[None]
+            self._put(one, prompts[:1, position[0]], position, np.array([position.shape[1]]))
+        self.cache.restore(one.saved(count), count)
+
     def encode(self) -> bool:
         """Put CHUNK tokens of long prompts into the cache, unless none is left but their last CHUNK
         tokens, which are the first step's; whether it did.
@@ -132,13 +148,23 @@ class Rows:
         if width == 0:
             return False
         position = cached[:, None] + np.arange(width)
-        queries = torch.from_numpy(self._tokens_at(position))
-        layout = decoding_layout(position, cached + count, cached + count)
-        none = torch.empty(0, dtype=torch.long)
-        self.model.forward(queries, layout, self.cache, logits_at=none)
-        self.cache.keep(count)
-        self.prefill_forwards = self.prefill_forwards + 1
+        self._put(self.cache, self._tokens_at(position), position, count)
         return True
+
+    def _put(
+        self,
+        cache: Any,
+        tokens: Int[ndarray, "rows length"],
+        position: Int[ndarray, "rows length"],
+        count: Int[ndarray, " rows"],
+    ) -> None:
+        """A forward that puts the first so many of each row's tokens into a cache."""
+        end = cache.lengths + count
+        layout = decoding_layout(position, end, end)
+        none = torch.empty(0, dtype=torch.long)
+        self.model.forward(torch.from_numpy(tokens), layout, cache, logits_at=none)
+        cache.keep(count)
+        self.prefill_forwards = self.prefill_forwards + 1
 
     def step(self) -> Bool[ndarray, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MOST_ANSWERS = 8  # under way at a time
 
+LEFT = (None, "the client has left", 499)
 FORMS = ("response_format", "regex", "grammar", "tool_choice")  # fields that bound an answer
 
 
@@ -232,6 +233,7 @@ class Engine(GenerateManager):
             self._end_all(Refused(None, "the server is shutting down", 503))
         for job in [job for job in self._jobs.values() if job.asked.left.is_set()]:
             del self._jobs[job.answer.row]
+            _fail(job, Refused(*LEFT))
             for batch in self._batches:
                 self._leave(batch, job.answer)
 
@@ -250,7 +252,7 @@ class Engine(GenerateManager):
         while self._waiting and len(self._jobs) < self.most:
             job = self._waiting[0]
             if job.asked.left.is_set():
-                self._waiting.popleft()
+                _fail(self._waiting.popleft(), Refused(*LEFT))
                 continue
             try:
                 job.began = time.perf_counter()

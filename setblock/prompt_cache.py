@@ -69,6 +69,7 @@ class PromptCache:
         count = min(best.common(prompt), len(prompt) - 1) if best else 0
         if best and count:
             state.cache.restore(best.saved, count)
+            state.cached[0] = count
             self._use(best)
 
     def keep(self, state: Rows, slot: int) -> None:

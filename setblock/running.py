@@ -101,6 +101,8 @@ class Running:
             answer.began = self._seconds
         if self.prompt_cache is not None:
             self.prompt_cache.fill(arriving)
+        else:
+            arriving.encode_alike()
         self._arriving, self.coming = arriving, list(answers)
         self._seconds += time.perf_counter() - begin
         return True
@@ -366,7 +368,7 @@ def _finish(state: Rows, slot: int, answer: Answer, stopped: bool, now: float) -
         prefill_s=prefill_s,
         decode_s=now - answer.began - prefill_s,
         settings=answer.settings,
-        cached_tokens=int(state.cache.restored[slot]),
+        cached_tokens=int(state.cached[slot]),
         logprobs=_logprobs(state, slot, 0, len(ids)),
     )
 

@@ -10,7 +10,7 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from inspect import signature
@@ -21,7 +21,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
@@ -42,6 +41,7 @@ from setblock.fields import (
     shown,
     without_nulls,
 )
+from setblock.leaving import GONE, Events, Watched
 from setblock.logprobs import Piece
 from setblock.model import Model
 from setblock.prompt_cache import MOST_TOKENS, PromptCache
@@ -121,7 +121,7 @@ class Answers:
         options["logprobs"] = self.logprobs(body)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         told_ids, fields = body.get("return_token_ids", False), frozenset(body)
-        return Asked(options, limit, told_ids, fields, choices=body.get("n", 1))
+        return Asked(options, limit, told_ids, fields, body.get("n", 1), left=GONE.get())
 
     def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
         response = super()._streaming(request_id, *args, **given)  # type: ignore[misc]
@@ -131,7 +131,7 @@ class Answers:
             asked.left.set()
             self.generation_state.engine.done.pop(request_id, None)
 
-        return _Events(_then_done(response.body_iterator), leave)
+        return Events(_then_done(response.body_iterator), leave)
 
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
         [asked] = (one for one in args if isinstance(one, Asked))
@@ -321,6 +321,7 @@ def build(
         "completion_handler": Completions(served, state),  # type: ignore[arg-type]
     }
     app = build_server(**handlers)
+    app.add_middleware(Watched)
     app.router.lifespan_context = lambda _: _ended_by_signals(engine)
     # What is left needs handlers that this server has not, or unloads the model.
     app.router.routes = [one for one in app.routes if getattr(one, "path", "") in PATHS]
@@ -396,23 +397,6 @@ def _body(told: Any, status: int = 500) -> dict[str, Any]:
     )
     field = told.field if refused else None
     return {"error": {"message": str(told), "type": kind, "param": field, "code": None}}
-
-
-class _Events(StreamingResponse):
-    """A stream of events that calls `leave` once nobody takes them any more.
-
-    Their source hears late that the client is gone, if it is while an event is sent.
-    """
-
-    def __init__(self, events: AsyncIterator[Any], leave: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self.leave = leave
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.leave()
 
 
 async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -64,9 +64,10 @@ class TableCache:
         return self.tokens[row][:count]
 
     def restore(self, saved: list[int], count: int) -> None:
-        assert self.tokens == [[]]
+        assert not any(self.tokens)
         assert count <= len(saved)
-        self.tokens, self.restored = [saved[:count]], np.array([count])
+        self.tokens = [saved[:count] for _ in self.tokens]
+        self.restored = np.full_like(self.restored, count)
 
     def widen(self, capacity: int) -> bool:
         self.capacity = max(self.capacity, capacity)

@@ -157,7 +157,8 @@ def test_a_client_that_leaves_does_not_disturb_the_others():
     asked += [desk.ask([3], leave, **NTP), desk.ask([4], **NTP), desk.ask([5], **NTP)]
     asked[2].left.set()  # before it begins
     desk.wait()
-    assert desk.ended == [1]
+    assert desk.ended[-1] == 1
+    assert [desk.results[n].status for n in (0, 2)] == [499, 499]
     assert len(heard) == 3
     assert told(desk.results[1]) == told(alone(model, [4], **NTP))
 

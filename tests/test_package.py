@@ -16,7 +16,17 @@ import setblock
 FOLDER = Path(setblock.__file__).parent
 # A module imports only from levels below its own.
 LEVELS = (
-    ("files", "conversations", "signals", "names", "masks", "endings", "transfer", "imported"),
+    (
+        "files",
+        "conversations",
+        "signals",
+        "names",
+        "masks",
+        "endings",
+        "transfer",
+        "imported",
+        "leaving",
+    ),
     (
         "solvers",
         "execution",

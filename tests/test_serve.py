@@ -310,6 +310,17 @@ def test_clients_that_leave_hold_nothing(address, app, client, nano, monkeypatch
             next(response.iter_text())
     assert chat(client, "hi").choices
     assert forwards < 2000, "the answers went on without a reader"
+    before = forwards
+    for path in ("completions", "chat/completions"):
+        words = {"messages": [USER]} if path.startswith("chat") else {"prompt": "2 + 2"}
+        for more in ({}, {"n": 3, "temperature": 1.0}):
+            given = {**body, **words, **more, "stream": False}
+            if "messages" in words:
+                del given["prompt"]
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{address}/v1/{path}", json=given, timeout=0.3)
+    assert chat(client, "hi").choices
+    assert forwards - before < 1000, "the answers went on for nobody"
     engine = app.router.routes[0].endpoint.__closure__[0].cell_contents.generation_state.engine
     assert engine.done == {}
 
