@@ -85,7 +85,10 @@ def _answered(
     score = Score(list(known))
     done = {sample.index for sample in known}
     check: Any = nano.check if form is None else form.task.check
-    answers = finished(model, prompts, batch_size=batch_size, skip=done, **options)
+    # In mode sbd tokens are of other distributions than next-token ones.
+    told = {} if settings_for(model, **options).mode == "sbd" else {"logprobs": 0}
+    asked: Any = {**options, **told}
+    answers = finished(model, prompts, batch_size=batch_size, skip=done, **asked)
     while True:
         begin = time.perf_counter()
         answer = next(answers, None)
@@ -183,7 +186,10 @@ def _sample(
 ) -> Sample:
     """The sample of a generation."""
     ids = generation.token_ids
-    judged = likelihood.next_tokens(model, [*prompt, *ids], len(prompt))
+    if generation.logprobs is None:
+        judged = likelihood.next_tokens(model, [*prompt, *ids], len(prompt)).logprobs
+    else:
+        judged = torch.tensor([one.logprob for one in generation.logprobs])
     return Sample(
         index=index,
         key=key,
@@ -194,7 +200,7 @@ def _sample(
         nfe=generation.nfe,
         prefill_forwards=generation.prefill_forwards,
         entropy_nats=sum(generation.entropy),
-        logprob_nats=float(judged.logprobs.double().sum()),
+        logprob_nats=float(judged.double().sum()),
         repetition=repetition(ids),
         wall_s=seconds,
         reveal_step=generation.reveal_step,

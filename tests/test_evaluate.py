@@ -114,6 +114,28 @@ def test_the_sums_are_those_of_the_generations(model, problems, right, options):
     assert 0 < score.wall_s < 600
 
 
+@pytest.mark.parametrize("options", [NTP, {**NTP, "mode": "verified", "lenience": 0.1}, SBD])
+def test_next_token_decoding_tells_the_likelihood_of_its_text(
+    model, problems, monkeypatch, options
+):
+    """A text of mode sbd alone takes a forward of its own."""
+    judged = []
+    score = likelihood.next_tokens
+
+    def counted(*given: Any) -> Any:
+        judged.append(given)
+        return score(*given)
+
+    monkeypatch.setattr(likelihood, "next_tokens", counted)
+    found = evaluate.evaluate(model, problems, 4, temperature=1.0, **options)
+    assert len(judged) == (len(problems) if options["mode"] == "sbd" else 0)
+    prompts = evaluate.prompt_ids(model, problems, None)
+    for one in found.samples:
+        ids = prompts[one.index]
+        expected = score(model, [*ids, *one.token_ids], len(ids)).logprobs.double().sum()
+        assert one.logprob_nats == pytest.approx(float(expected), abs=1e-3)
+
+
 def test_tokens_per_forward_of_ntp_is_exactly_1(model, problems):
     line = evaluate.evaluate(model, problems, 4, **NTP).result()
     assert line["tokens_per_forward"] == 1
