@@ -313,8 +313,9 @@ class Rows:
             return ()
         logits = logits.float()
         total = logits.logsumexp(dim=-1, keepdim=True)
-        top = (logits - total).topk(self.top.shape[-1], dim=-1)
-        return (logits.gather(-1, tokens[..., None]) - total)[..., 0], top.indices, top.values
+        top = logits.topk(self.top.shape[-1], dim=-1)
+        own = logits.gather(-1, tokens[..., None]) - total
+        return own[..., 0], top.indices, top.values - total
 
     def _allowed(
         self, logits: Float[Tensor, "batch places vocab"], drafts: Sequence[Sequence[int]]
