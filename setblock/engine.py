@@ -17,11 +17,13 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from setblock.calls import Hearing
 from setblock.fields import Asked, Refused
 from setblock.generation import checked, settings_for
-from setblock.logprobs import Piece, of_text
+from setblock.grammar import Grammar
+from setblock.logprobs import Piece, Placed, Placing
 from setblock.model import Model
 from setblock.prompt_cache import PromptCache
 from setblock.results import Generation, Reveal
 from setblock.running import Answer, Running
+from setblock.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +107,11 @@ class Engine(GenerateManager):
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         streamed = Stream()
-        listener = processor.listener if isinstance(processor, Hearing) else None
         answer = self._answer(processor, inputs, gen_config, in_pieces=True)
-        asked, waiting, told = answer.settings.logprobs is not None, [], 0
+        placing = None if answer.settings.logprobs is None else Placing(processor.told)
+        listener = processor.listener if isinstance(processor, Hearing) else None
+        waiting: list[Placed] = []
+        length = 0  # characters that the client has
 
         def put(item: Any) -> None:
             # The loop may be closed while a server that is shut down still answers.
@@ -115,13 +119,14 @@ class Engine(GenerateManager):
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def hear(reveal: Reveal) -> None:
-            nonlocal told
-            if asked:  # with the text that they are of, which may come later
-                waiting.extend(of_text(reveal.logprobs, reveal.generation))
-                if reveal.text or (waiting and reveal.generation is not None):
-                    put(Piece(reveal.text, waiting.copy(), told))
-                    waiting.clear()
-                    told += len(reveal.text)
+            nonlocal length
+            if placing is not None:
+                waiting.extend(placing.of(reveal.logprobs))
+                length += len(reveal.text)
+                there = [one for one in waiting if one.offset < length]
+                del waiting[: len(there)]  # others wait for the text that they begin
+                if reveal.text:
+                    put(Piece(reveal.text, there))
             elif listener is not None:
                 for part in listener.hear(reveal.text, reveal.generation is not None):
                     put(part)
@@ -170,14 +175,25 @@ class Engine(GenerateManager):
             raise Refused(None, why(outcome), 500)
         self._finish(request_id, job, outcome)
         if outcome.logprobs is not None:
-            self.done[request_id]["logprobs"] = of_text(outcome.logprobs, outcome)
+            tokens, length = Placing(processor.told).of(outcome.logprobs), len(outcome.text)
+            self.done[request_id]["logprobs"] = [one for one in tokens if one.offset < length]
         return outcome.text, outcome.prompt_tokens, list(outcome.token_ids)
 
     def _answer(self, processor: Any, inputs: Any, asked: Asked, in_pieces: bool) -> Answer:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
-        model: Model = processor.model
-        given: Any = {**asked.options, **processor.form}
-        ids = inputs["input_ids"][0].tolist()
+        model, ids = processor.model, inputs["input_ids"][0].tolist()
+        if not asked.settled:
+            asked.settled.append(self._settled(model, ids, asked, processor.form))
+        [(settings, grammar, among)] = asked.settled
+        in_pieces |= bool(settings.stop)
+        number = next(self._numbers)
+        return Answer(number, ids, model, settings, asked.row, in_pieces, grammar, among)
+
+    def _settled(
+        self, model: Model, ids: list[int], asked: Asked, form: dict[str, Any]
+    ) -> tuple[Settings, Grammar | None, Callable[[int], Settings] | None]:
+        """Settings, grammar and `among` of the answers to a request."""
+        given: Any = {**asked.options, **form}
         context, limit = model.context_length, asked.limit
         try:
             if limit is None:  # what is left of the context, in mode "sbd" in whole blocks
@@ -195,12 +211,10 @@ class Engine(GenerateManager):
             settings, grammar = checked(model, [ids], 1, given)
         except (ValueError, TypeError) as error:
             raise _refusal(error, asked) from None
-        in_pieces |= bool(settings.stop)
         among = None
         if settings.mode == "verified" and settings.lenience == 1:
             among = functools.cache(lambda rows: settings_for(model, rows, **given))
-        number = next(self._numbers)
-        return Answer(number, ids, model, settings, asked.row, in_pieces, grammar, among)
+        return settings, grammar, among
 
     def _ask(self, job: Job) -> None:
         self._waiting.append(job)

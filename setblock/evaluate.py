@@ -19,7 +19,7 @@ from setblock.records import peak_bytes
 from setblock.results import Generation
 from setblock.roofline import fitted_acceptance
 from setblock.scores import Sample, Score, ratio_interval, repetition
-from setblock.settings import Settings
+from setblock.settings import FORMATS, Settings
 from setblock.tasks import SUFFIXES, TASKS, DataRows, Item, Task, read_rows
 
 PERPLEXITY = "perplexity"
@@ -85,9 +85,11 @@ def _answered(
     score = Score(list(known))
     done = {sample.index for sample in known}
     check: Any = nano.check if form is None else form.task.check
-    # In mode sbd tokens are of other distributions than next-token ones.
-    told = {} if settings_for(model, **options).mode == "sbd" else {"logprobs": 0}
-    asked: Any = {**options, **told}
+    # In mode sbd, with penalties or of a form, tokens are not of the next-token distribution.
+    settings = settings_for(model, **options)
+    formed = any(getattr(settings, name) is not None for name in FORMATS)
+    plain = settings.mode != "sbd" and not settings.penalties and not formed
+    asked: Any = {**options, "logprobs": 0} if plain else options
     answers = finished(model, prompts, batch_size=batch_size, skip=done, **asked)
     while True:
         begin = time.perf_counter()

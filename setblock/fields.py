@@ -82,6 +82,7 @@ class Asked:
     an answer is there: an answer as long as that ended for its length.
 
     choices: answers to it. row: of the sampling noise of this one.
+    settled: what the engine has made of it, for all of them.
     """
 
     options: dict[str, Any]
@@ -90,6 +91,7 @@ class Asked:
     fields: frozenset[str]
     choices: int = 1
     row: int = 0
+    settled: list[Any] = field(default_factory=list)
     max_new_tokens: int | None = None
     left: threading.Event = field(default_factory=threading.Event)  # nobody waits for it any more
 

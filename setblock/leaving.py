@@ -22,28 +22,34 @@ class Watched:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        gone = threading.Event()
+        gone, listening = threading.Event(), None
         GONE.set(gone)
-        messages: asyncio.Queue[Message] = asyncio.Queue()
 
-        async def listen() -> None:
-            while not gone.is_set():
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    gone.set()
-                messages.put_nowait(message)
+        async def listen() -> Message:
+            """What ends the request, whose body is there, or nothing of it is left."""
+            try:
+                while (message := await receive())["type"] != "http.disconnect":
+                    pass
+                return message
+            finally:
+                gone.set()
 
         async def heard() -> Message:
-            message = await messages.get()
-            if message["type"] == "http.disconnect":  # to be told to all who ask
-                messages.put_nowait(message)
+            nonlocal listening
+            if listening is not None:
+                return await asyncio.shield(listening)
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                gone.set()
+            elif not message.get("more_body"):
+                listening = asyncio.ensure_future(listen())
             return message
 
-        listening = asyncio.ensure_future(listen())
         try:
             await self.app(scope, heard, send)
         finally:
-            listening.cancel()
+            if listening is not None:
+                listening.cancel()
 
 
 class Events(StreamingResponse):

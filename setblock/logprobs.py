@@ -1,33 +1,28 @@
 """Log-probabilities of an answer's tokens as OpenAI's two protocols tell them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from setblock.model import Model
-from setblock.results import Generation, TokenLogprob
+from setblock.results import TokenLogprob
 
 
-class Piece(str):
-    """A piece of an answer's text, and its tokens' log-probabilities.
+class Placed(NamedTuple):
+    """A token, and how many characters of the answer stand before it."""
 
-    offset: characters of the text before it.
-    """
-
-    def __new__(cls, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> "Piece":
-        piece = super().__new__(cls, text)
-        piece.logprobs, piece.offset = logprobs, offset
-        return piece
-
-    logprobs: Sequence[TokenLogprob]
+    token: TokenLogprob
     offset: int
 
 
-def of_text(
-    logprobs: Sequence[TokenLogprob], generation: Generation | None
-) -> Sequence[TokenLogprob]:
-    """Without the end token, which is no part of a text. generation: None before the end."""
-    ended = generation is not None and generation.finish_reason == "eos"
-    return logprobs[:-1] if ended else logprobs
+class Piece(str):
+    """A piece of an answer's text, and its tokens."""
+
+    def __new__(cls, text: str, tokens: Sequence[Placed]) -> "Piece":
+        piece = super().__new__(cls, text)
+        piece.tokens = tokens
+        return piece
+
+    tokens: Sequence[Placed]
 
 
 class Told:
@@ -40,46 +35,69 @@ class Told:
         self._before = model.tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._cut = len(model.decode(self._before))
 
-    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def of_chat(self, tokens: Sequence[Placed]) -> dict[str, Any]:
         """A choice's logprobs in /v1/chat/completions."""
         content = [
             {
-                **self._of(one.token_id, one.logprob),
-                "top_logprobs": [self._of(*pair) for pair in one.top],
+                **_entry(self.text(one.token_id), one.logprob),
+                "top_logprobs": [_entry(self.name(token), value) for token, value in one.top],
             }
-            for one in logprobs
+            for one, _ in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def of_completion(self, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-        """A choice's logprobs in /v1/completions. offset: characters of the text before them."""
-        tokens, offsets, top = [], [], []
-        for one in logprobs:
-            tokens.append(self.text(one.token_id))
-            offsets.append(offset)
-            offset += len(tokens[-1])
+    def of_completion(self, tokens: Sequence[Placed]) -> dict[str, Any]:
+        """A choice's logprobs in /v1/completions."""
+        top = []
+        for one, _ in tokens:
             # Of tokens with the same text, such as parts of a character, the likeliest counts.
             found: dict[str, float] = {}
             for token, value in (*one.top, (one.token_id, one.logprob)):
-                found.setdefault(self.text(token), value)
+                found.setdefault(self.name(token), value)
             top.append(found)
-        asked = any(one.top for one in logprobs)
         return {
-            "tokens": tokens,
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": top if asked else None,
-            "text_offset": offsets,
+            "tokens": [self.text(one.token_id) for one, _ in tokens],
+            "token_logprobs": [one.logprob for one, _ in tokens],
+            "top_logprobs": top if any(one.top for one, _ in tokens) else None,
+            "text_offset": [offset for _, offset in tokens],
         }
 
-    def text(self, token: int) -> str:
-        """As it stands within a text; the name of a special token."""
+    def text(self, *tokens: int) -> str:
+        """What tokens add to a text; a special one nothing."""
+        if len(tokens) != 1:
+            return self.model.decode([*self._before, *tokens])[self._cut :]
+        [token] = tokens
         if token not in self._texts:
-            text = self.model.decode([*self._before, token])[self._cut :]
-            self._texts[token] = text or self.model.piece(token)
+            self._texts[token] = self.model.decode([*self._before, token])[self._cut :]
         return self._texts[token]
 
-    def _of(self, token: int, logprob: float) -> dict[str, Any]:
-        """bytes: null for a part of a character."""
-        text = self.text(token)
-        whole = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": whole}
+    def name(self, token: int) -> str:
+        """Its text; of a special token its name."""
+        return self.text(token) or self.model.piece(token)
+
+
+class Placing:
+    """The tokens of one answer as they come, each with its place in the text."""
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self._length = 0  # characters of all tokens but those of `_parts`
+        self._parts: list[int] = []  # that are not a whole character yet
+
+    def of(self, logprobs: Iterable[TokenLogprob]) -> list[Placed]:
+        """The next tokens."""
+        found = []
+        for one in logprobs:
+            whole = self._told.text(*self._parts).rstrip("\ufffd") if self._parts else ""
+            found.append(Placed(one, self._length + len(whole)))
+            self._parts.append(one.token_id)
+            text = self._told.text(*self._parts)
+            if not text.endswith("\ufffd"):
+                self._length, self._parts = self._length + len(text), []
+        return found
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    """bytes: null for a part of a character."""
+    whole = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": whole}

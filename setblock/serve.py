@@ -10,7 +10,7 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from inspect import signature
@@ -42,7 +42,7 @@ from setblock.fields import (
     without_nulls,
 )
 from setblock.leaving import GONE, Events, Watched
-from setblock.logprobs import Piece
+from setblock.logprobs import Piece, Placed
 from setblock.model import Model
 from setblock.prompt_cache import MOST_TOKENS, PromptCache
 from setblock.served import Served
@@ -107,8 +107,8 @@ class Answers:
         """Of how many tokens in the place of each the log-probabilities are wanted; None: none."""
         raise NotImplementedError
 
-    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
-        """Log-probabilities in the form of this protocol; offset: characters of the text before."""
+    def told_of(self, tokens: Sequence[Placed]) -> dict[str, Any]:
+        """Log-probabilities in the form of this protocol."""
         raise NotImplementedError
 
     def _build_generation_config(self, body: dict[str, Any], *_: Any, **__: Any) -> Asked:
@@ -165,7 +165,7 @@ class Answers:
         line = super()._build_chunk_sse(request_id, *args, **given)  # type: ignore[misc]
         if isinstance(piece, Piece):
             chunk = json.loads(line.removeprefix("data: "))
-            chunk["choices"][0]["logprobs"] = self.told_of(piece.logprobs, piece.offset)
+            chunk["choices"][0]["logprobs"] = self.told_of(piece.tokens)
             return f"data: {json.dumps(chunk)}\n\n"
         told = self.generation_state.engine.done.get(request_id)
         if given.get("usage") is None or told is None:
@@ -269,8 +269,8 @@ class Chat(Answers, ChatCompletionHandler):
     def logprobs(self, body: dict[str, Any]) -> int | None:
         return body.get("top_logprobs", 0) if body.get("logprobs") else None
 
-    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
-        return self.model_manager.told.of_chat(logprobs)
+    def told_of(self, tokens: Sequence[Placed]) -> dict[str, Any]:
+        return self.model_manager.told.of_chat(tokens)
 
 
 class Completions(Answers, CompletionHandler):
@@ -290,8 +290,8 @@ class Completions(Answers, CompletionHandler):
     def logprobs(self, body: dict[str, Any]) -> int | None:
         return body.get("logprobs")
 
-    def told_of(self, logprobs: Any, offset: int = 0) -> dict[str, Any]:
-        return self.model_manager.told.of_completion(logprobs, offset)
+    def told_of(self, tokens: Sequence[Placed]) -> dict[str, Any]:
+        return self.model_manager.told.of_completion(tokens)
 
 
 def build(

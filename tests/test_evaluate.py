@@ -114,11 +114,18 @@ def test_the_sums_are_those_of_the_generations(model, problems, right, options):
     assert 0 < score.wall_s < 600
 
 
-@pytest.mark.parametrize("options", [NTP, {**NTP, "mode": "verified", "lenience": 0.1}, SBD])
+LIKELIER: list[dict[str, Any]] = [
+    {**NTP, "repetition_penalty": 1.3}, {**NTP, "mode": "verified", "regex": "[0-9]{2,6}"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [NTP, {**NTP, "mode": "verified", "lenience": 0.1}, SBD, *LIKELIER]
+)
 def test_next_token_decoding_tells_the_likelihood_of_its_text(
     model, problems, monkeypatch, options
 ):
-    """A text of mode sbd alone takes a forward of its own."""
+    """A text of mode sbd, with penalties or of a form takes a forward of its own."""
     judged = []
     score = likelihood.next_tokens
 
@@ -128,7 +135,8 @@ def test_next_token_decoding_tells_the_likelihood_of_its_text(
 
     monkeypatch.setattr(likelihood, "next_tokens", counted)
     found = evaluate.evaluate(model, problems, 4, temperature=1.0, **options)
-    assert len(judged) == (len(problems) if options["mode"] == "sbd" else 0)
+    own = options == SBD or options in LIKELIER
+    assert len(judged) == (len(problems) if own else 0)
     prompts = evaluate.prompt_ids(model, problems, None)
     for one in found.samples:
         ids = prompts[one.index]

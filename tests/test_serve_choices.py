@@ -1,12 +1,13 @@
 """Several answers to one request."""
 
+import re
 from typing import Any
 
 import openai
 import pytest
 from servers import QUESTIONS, chat, client_of, complete, serving
 
-from setblock import running
+from setblock import generation, running
 from setblock.generation import generate
 from setblock.serve import build
 
@@ -42,6 +43,21 @@ def test_of_a_plain_prompt(client, nano):
     one = complete(client, QUESTIONS[1], **{**how, "n": 1})
     assert len(one.choices) == 1
     assert one.setblock["forwards"]
+
+
+def test_a_form_is_compiled_once_for_all(client, monkeypatch):
+    count, compiled = [], generation.compiled
+
+    def counted(*given: Any) -> Any:
+        count.append(given)
+        return compiled(*given)
+
+    monkeypatch.setattr(generation, "compiled", counted)
+    how: Any = {"n": 4, "temperature": 1.0, "extra_body": {"regex": "[a-z]{3,9}"}}
+    found = complete(client, "a", **how)
+    assert all(re.fullmatch("[a-z]{3,9}", choice.text) for choice in found.choices)
+    assert len({choice.text for choice in found.choices}) > 1
+    assert len(count) == 1
 
 
 def test_where_one_fails_all_do(nano, monkeypatch):

@@ -8,7 +8,7 @@ from servers import QUESTIONS, chat, complete, refused, streamed
 
 from setblock.generation import generate
 from setblock.loading import load
-from setblock.logprobs import Told
+from setblock.logprobs import Placed, Placing, Told
 from setblock.results import TokenLogprob
 
 
@@ -18,7 +18,7 @@ def test_of_a_chat(client, nano, mode):
     assert expected.logprobs is not None
     how: Any = {"mode": mode, "max_tokens": 40, "logprobs": True, "top_logprobs": 3}
     choice = chat(client, QUESTIONS[0], **how).choices[0]
-    ended = expected.finish_reason == "eos"
+    ended = expected.finish_reason == "eos"  # by a token without text
     assert len(choice.logprobs.content) == expected.num_tokens - ended
     for told, one in zip(choice.logprobs.content, expected.logprobs, strict=False):
         assert told.logprob == pytest.approx(one.logprob, abs=1e-4)
@@ -71,24 +71,57 @@ def test_of_a_completion(client, count):
     assert [place for piece in pieces for place in piece.text_offset] == told.text_offset
 
 
-def test_a_text_that_is_held_back_has_them_once_it_is_told(client):
-    """Where it may become a stop text; what one cuts off has none in a stream."""
-    whole = chat(client, QUESTIONS[0], logprobs=True, mode="ntp").choices[0]
+def told_in(chunks: Any, name: str) -> list[Any]:
+    """What all pieces of a stream tell of their tokens."""
+    found = (chunk.choices[0].logprobs for chunk in chunks if chunk.choices)
+    return [one for logprobs in found if logprobs for one in getattr(logprobs, name)]
+
+
+@pytest.mark.parametrize("mode", ["ntp", "sbd", "verified"])
+@pytest.mark.parametrize("never", [(), ("zzz", '": "lé')])
+def test_a_stop_text_has_none(client, mode, never):
+    """Nor has what is cut off; a token that is cut has its whole text. Streams tell the same."""
+    whole = chat(client, QUESTIONS[0], logprobs=True, mode=mode).choices[0]
     tokens = [told.token for told in whole.logprobs.content]
-    stop = "".join(tokens[8:10])
-    chunks = list(
-        chat(client, QUESTIONS[0], logprobs=True, mode="ntp", stop=[stop, "zzz"], stream=True)
-    )
-    pieces, _ = streamed(chunks)
-    assert "".join(pieces) == whole.message.content.partition(stop)[0]
-    told = [
-        one.token
-        for chunk in chunks
-        if chunk.choices and chunk.choices[0].logprobs
-        for one in chunk.choices[0].logprobs.content
-    ]
-    assert told == tokens[: len(told)]
-    assert 7 <= len(told) <= 10
+    for stop in ("".join(tokens[8:10]), tokens[9][-1:]):
+        how: Any = {"logprobs": True, "mode": mode, "stop": [stop, *never]}
+        choice = chat(client, QUESTIONS[0], **how).choices[0]
+        found = [told.token for told in choice.logprobs.content]
+        assert "".join(found).startswith(choice.message.content)
+        assert not "".join(found[:-1]).startswith(choice.message.content)
+        chunks = list(chat(client, QUESTIONS[0], stream=True, **how))
+        assert [told.token for told in told_in(chunks, "content")] == found
+        assert "".join(streamed(chunks)[0]) == choice.message.content
+
+
+PIECES: list[dict[str, Any]] = [
+    {"stop": ['": "lé', "zzz"]},
+    {"regex": "(é|🙂|日本|a){4,9}"},
+    {"ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("mode", ["ntp", "sbd", "verified"])
+@pytest.mark.parametrize("more", PIECES)
+def test_places_are_those_of_the_text(client, mode, more):
+    """Of parts of characters too, and behind special tokens; streams tell the same."""
+    if "regex" in more and mode == "sbd":
+        mode = None
+    own = {name: value for name, value in {**more, "mode": mode}.items() if value is not None}
+    how: Any = {"max_tokens": 40, "logprobs": 1, "stop": own.pop("stop", None), "extra_body": own}
+    choice = complete(client, QUESTIONS[1], **how).choices[0]
+    told = choice.logprobs
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        if "\ufffd" not in token:
+            assert choice.text[offset : offset + len(token)] == token
+    if "regex" not in more:
+        assert "".join(told.tokens) == choice.text
+    else:
+        assert told.text_offset == sorted(told.text_offset)
+        assert len(set(told.text_offset)) == len(choice.text)
+    chunks = list(complete(client, QUESTIONS[1], stream=True, **how))
+    assert told_in(chunks, "tokens") == told.tokens
+    assert told_in(chunks, "text_offset") == told.text_offset
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -117,13 +150,17 @@ def test_parts_of_characters(checkpoint, kind):
     model = load(checkpoint(kind))
     ids = model.encode("aé")[-3:]
     told = Told(model)
-    found = told.of_chat([TokenLogprob(id, -1.0, ((id, -1.0),)) for id in ids])["content"]
+    tokens = [TokenLogprob(id, -1.0, ((id, -1.0),)) for id in [*ids, ids[0]]]
+    placed = Placing(told).of(tokens)
+    assert [offset for _, offset in placed] == [0, 1, 1, 2]
+    found = told.of_chat(placed[:3])["content"]
     assert [one["token"] for one in found] == ["a", "\ufffd", "\ufffd"]
     assert [one["bytes"] for one in found] == [[97], None, None]
-    two = told.of_completion([TokenLogprob(ids[1], -2.0, ((ids[2], -1.0), (ids[1], -2.0)))], 5)
+    part = TokenLogprob(ids[1], -2.0, ((ids[2], -1.0), (ids[1], -2.0)))
+    two = told.of_completion([Placed(part, 5)])
     assert two == {
         "tokens": ["\ufffd"], "token_logprobs": [-2.0], "top_logprobs": [{"\ufffd": -1.0}],
         "text_offset": [5],
     }  # fmt: skip
     [end] = model.eos_token_ids
-    assert told.text(end) == model.tokenizer.convert_ids_to_tokens(end)
+    assert (told.text(end), told.name(end)) == ("", model.tokenizer.convert_ids_to_tokens(end))
