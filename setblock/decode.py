@@ -28,7 +28,6 @@ from setblock.solvers import Certain, Predictions, check_revealed, revealed_by
 from setblock.transfer import to_device, to_host
 
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
-ALIKE = 128  # tokens that prompts begin with alike, from which on they are encoded once
 
 
 class Rows:
@@ -122,20 +121,6 @@ class Rows:
         pairs = zip(self.grammars, self.errors, strict=True)
         return np.array([form is not None and error is None for form, error in pairs], dtype=bool)
 
-    def encode_alike(self) -> None:
-        """Put what all prompts begin with into the empty cache, by forwards of one row, if that is
-        ALIKE tokens or more; not the last token of any, whose logits are wanted.
-        """
-        prompts = self.tokens[:, : int(self.prompt_end.min()) - 1]
-        count = int((prompts == prompts[0]).all(axis=0).cumprod().sum())
-        if len(prompts) < 2 or count < ALIKE:
-            return
-        one = self.model.new_cache(1, count, room=0)
-        for first in range(0, count, CHUNK):
-            position = np.arange(first, min(first + CHUNK, count))[None]
-            self._put(one, prompts[:1, position[0]], position, np.array([position.shape[1]]))
-        self.cache.restore(one.saved(count), count)
-
     def encode(self) -> bool:
         """Put CHUNK tokens of long prompts into the cache, unless none is left but their last CHUNK
         tokens, which are the first step's; whether it did.
@@ -148,23 +133,9 @@ class Rows:
         if width == 0:
             return False
         position = cached[:, None] + np.arange(width)
-        self._put(self.cache, self._tokens_at(position), position, count)
-        return True
-
-    def _put(
-        self,
-        cache: Any,
-        tokens: Int[ndarray, "rows length"],
-        position: Int[ndarray, "rows length"],
-        count: Int[ndarray, " rows"],
-    ) -> None:
-        """A forward that puts the first so many of each row's tokens into a cache."""
-        end = cache.lengths + count
-        layout = decoding_layout(position, end, end)
-        none = torch.empty(0, dtype=torch.long)
-        self.model.forward(torch.from_numpy(tokens), layout, cache, logits_at=none)
-        cache.keep(count)
+        put(self.model, self.cache, self._tokens_at(position), count)
         self.prefill_forwards = self.prefill_forwards + 1
+        return True
 
     def step(self) -> Bool[ndarray, "batch length"]:
         """One forward for all rows; True at the positions revealed by it.
@@ -508,6 +479,18 @@ class DecodeState(Rows):
         tokens = self._tokens_at(slots)
         past_eos = np.logical_or.accumulate(self._is_end(tokens), axis=1)
         return (tokens == self.model.mask_token_id) & (slots < self.limit[:, None]) & ~past_eos
+
+
+def put(
+    model: Model, cache: Any, tokens: Int[ndarray, "rows length"], count: Int[ndarray, " rows"]
+) -> None:
+    """A forward that puts the first so many of each row's tokens into a cache, behind its own."""
+    position = cache.lengths[:, None] + np.arange(tokens.shape[1])
+    end = cache.lengths + count
+    layout = decoding_layout(position, end, end)
+    none = torch.empty(0, dtype=torch.long)
+    model.forward(torch.from_numpy(tokens), layout, cache, logits_at=none)
+    cache.keep(count)
 
 
 def _widened(values: ndarray, width: int, fill: Any) -> ndarray:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from setblock import likelihood, nano
-from setblock.generation import Options, batches, encode, finished, settings_for
+from setblock.generation import Options, encode, finished, settings_for
 from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.results import Generation
@@ -64,8 +64,7 @@ def evaluate(
     """The score of one setting on these problems; `on_progress` is called after every answer.
 
     form: how items of a benchmark task are put; None for the nano families, always chat turns.
-    known: samples of an earlier call that was stopped. A batch that it left unfinished is decoded
-        again as a whole: a row's entropies differ in their last bits with the rows beside it.
+    known: samples of an earlier call that was stopped; these problems are not decoded again.
     """
     prompts = prompt_ids(model, problems, form)
     return _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
@@ -98,8 +97,6 @@ def _answered(
         if answer is None:
             return score
         index, generation = answer
-        if index in done:  # counted when it was first decoded
-            continue
         item = problems[index]
         correct = check(item, generation.text) if check else None
         sample = _sample(model, prompts[index], index, item.key, generation, correct, seconds)
@@ -139,16 +136,14 @@ def run(
     prompts = prompt_ids(model, problems, form)
     score = _answered(model, problems, prompts, batch_size, on_progress, form, known, options)
     settings = settings_for(model, min(batch_size, len(problems)), **options)
+    lengths = sorted((len(prompt) for prompt in prompts), reverse=True)
     result = score.result()
     drafting = settings.mode == "verified" and settings.draft == "branches"
     drafting &= not settings.lookup and settings.lenience == 1
     acceptance = None
     if drafting and settings.block_size > 1:
         acceptance = acceptance_fitting(settings, result["tokens_per_forward"])
-    longest = max(
-        sum(len(prompts[row]) + settings.num_slots for row in rows)
-        for rows in batches(prompts, batch_size)
-    )
+    longest = sum(length + settings.num_slots for length in lengths[:batch_size])
     line = {
         "task": task,
         "model": model.name,

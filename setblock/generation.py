@@ -216,7 +216,8 @@ def generate(
     prompts: texts, conversations (lists of {"role": ..., "content": ...}, which go through the
     chat template), or lists of token ids, which are used as they are.
     chat: put each text into the tokenizer's chat template as a user's turn.
-    batch_size: rows decoded together at most, None for all; the tokens do not depend on it.
+    batch_size: rows decoded together at most, None for all; as some end, others take their places.
+    The tokens do not depend on it.
     prompt_cache: what earlier calls with it have encoded, of prompts that begin alike, is not
     encoded again, and this call's is added. Of one prompt, or with batch_size 1.
     Raises: ValueError for options out of range, and, before any forward, for an empty prompt of a
@@ -238,7 +239,7 @@ def finished(
     """(row, its result) of every row as it ends.
 
     ids: as `encode` gives them.
-    skip: rows that need no answer; what is decoded together with others is decoded all the same.
+    skip: rows that need no answer.
     """
     return _ended(_stream(model, ids, batch_size, options, text=False, skip=skip))
 
@@ -286,16 +287,11 @@ def _stream(
         )
     settings, grammar = checked(model, ids, size, options)
     in_pieces = text or bool(settings.stop)
-
-    def answers(rows: list[int]) -> list[Answer]:
-        return [Answer(row, ids[row], model, settings, row, in_pieces, grammar) for row in rows]
-
-    return (
-        reveal
-        for rows in batches(ids, size)
-        if not set(rows) <= set(skip)
-        for reveal in to_their_ends(answers(rows), prompt_cache)
-    )
+    rows = [row for row in range(len(ids)) if row not in skip]
+    if size > 1:  # those of like length, so that little is padded; longest first: memory fits
+        rows.sort(key=lambda row: -len(ids[row]))
+    answers = [Answer(row, ids[row], model, settings, row, in_pieces, grammar) for row in rows]
+    return to_their_ends(answers, size, prompt_cache)
 
 
 def checked(
@@ -337,12 +333,6 @@ def ending_at(model: Model, stop: Iterable[str]) -> tuple[Model, list[str]]:
     ending = copy.copy(model)
     ending.eos_token_ids = (model.eos_token_ids | frozenset(ids)) - {model.mask_token_id}
     return ending, [text for text in texts if text not in named]
-
-
-def batches(ids: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """The rows that are decoded together: those of like length, so that prompts pad little."""
-    order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-    return [order[first : first + size] for first in range(0, len(order), size)]
 
 
 def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]]:

@@ -1,15 +1,19 @@
 """Keys and values of texts that were decoded before, for the next prompt that begins like one."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jaxtyping import Int
 from numpy import ndarray
 
-from setblock.decode import Rows
+from setblock.decode import CHUNK, Rows, put
+from setblock.model import Model
 
 MOST_TOKENS = 16_384
+ALIKE = 128  # tokens that prompts begin with alike, from which on they are encoded once
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,3 +95,41 @@ class PromptCache:
     def _use(self, text: Text) -> None:
         self._texts.remove(text)
         self._texts.append(text)
+
+
+class Beginning:
+    """What all of some prompts begin with, encoded once, if that is ALIKE tokens or more; not the
+    last token of any, whose logits are wanted.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.tokens: list[int] = []
+        if len(prompts) > 1:
+            first, last = min(prompts, key=list), max(prompts, key=list)  # all others lie between
+            most = min(map(len, prompts)) - 1
+            pairs = enumerate(zip(first[:most], last[:most], strict=True))
+            count = next((place for place, (one, other) in pairs if one != other), most)
+            self.tokens = list(first[:count]) if count >= ALIKE else []
+        self._saved: Any = None
+        self._forwards = 0
+
+    def fill(self, state: Rows) -> None:
+        """Put it into a state's cache, which is empty; its first forwards, of one row, count for
+        all prompts.
+        """
+        count = len(self.tokens)
+        if not count:
+            return
+        if self._saved is None:
+            self._saved = self._encoded(state.model)
+        state.cache.restore(self._saved, count)
+        state.prefill_forwards = state.prefill_forwards + self._forwards
+
+    def _encoded(self, model: Model) -> Any:
+        count = len(self.tokens)
+        cache = model.new_cache(1, count, room=0)
+        for first in range(0, count, CHUNK):
+            tokens = np.array([self.tokens[first : first + CHUNK]])
+            put(model, cache, tokens, np.array([tokens.shape[1]]))
+            self._forwards += 1
+        return cache.saved(count)

@@ -14,7 +14,7 @@ from setblock.decode import DecodeState, Rows
 from setblock.grammar import Grammar
 from setblock.model import Model
 from setblock.pieces import TextPieces
-from setblock.prompt_cache import PromptCache
+from setblock.prompt_cache import Beginning, PromptCache
 from setblock.results import Generation, Reveal, TokenLogprob
 from setblock.settings import Settings
 from setblock.verified import BranchDrafts, SolverDrafts, VerifiedRows
@@ -61,12 +61,18 @@ class Running:
     it, else those that it is of. Whoever calls takes them out.
     """
 
-    def __init__(self, room: int | None = None, prompt_cache: PromptCache | None = None) -> None:
+    def __init__(
+        self,
+        room: int | None = None,
+        prompt_cache: PromptCache | None = None,
+        beginning: Beginning | None = None,
+    ) -> None:
         """room: answers at most, where others may join the first; None if none will.
 
         prompt_cache: where prompts come from and answers go to; answers come one by one then.
+        beginning: that of all prompts, without a prompt cache.
         """
-        self.room, self.prompt_cache = room, prompt_cache
+        self.room, self.prompt_cache, self.beginning = room, prompt_cache, beginning
         self.answers: list[Answer] = []
         self.coming: list[Answer] = []
         self.failed: list[tuple[Answer, Exception]] = []
@@ -101,8 +107,8 @@ class Running:
             answer.began = self._seconds
         if self.prompt_cache is not None:
             self.prompt_cache.fill(arriving)
-        else:
-            arriving.encode_alike()
+        elif self.beginning is not None:
+            self.beginning.fill(arriving)
         self._arriving, self.coming = arriving, list(answers)
         self._seconds += time.perf_counter() - begin
         return True
@@ -292,18 +298,24 @@ def _heard(
     return reveal, generation is not None
 
 
-def to_their_ends(answers: Sequence[Answer], prompt_cache: PromptCache | None) -> Iterator[Reveal]:
-    """What each forward brings to these answers, which begin and are decoded together.
+def to_their_ends(
+    answers: Sequence[Answer], together: int, prompt_cache: PromptCache | None
+) -> Iterator[Reveal]:
+    """What each forward brings to these answers, which begin in this order, so many at most
+    together: as some end, the next ones take their places.
 
     What a prompt cache gets of answers that are not taken to their ends it has once the iterator is
     closed.
     """
-    running = Running(prompt_cache=prompt_cache)
-    running.begin(answers)
+    beginning = Beginning([answer.prompt for answer in answers]) if prompt_cache is None else None
+    room = together if 1 < together < len(answers) else None
+    running, waiting = Running(room, prompt_cache, beginning), list(answers)
     try:
-        while len(running):
-            reveals = running.come() if running.coming else running.step()
-            yield from reveals
+        while waiting or len(running):
+            free = 0 if running.coming else together - len(running)
+            if waiting and free and running.begin(waiting[:free]):
+                del waiting[:free]
+            yield from running.come() if running.coming else running.step()
             if running.failed:
                 raise running.failed[0][1]
     except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole

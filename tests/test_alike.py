@@ -8,11 +8,11 @@ from conftest import gated_adapter
 from fakes import TableModel
 from test_graphs import WAYS
 
-from setblock import decode
-from setblock.decode import ALIKE, CHUNK
+from setblock import prompt_cache
+from setblock.decode import CHUNK
 from setblock.generation import generate
 from setblock.loading import load
-from setblock.prompt_cache import PromptCache
+from setblock.prompt_cache import ALIKE, PromptCache
 
 COMMON = [5, 9, 30, 7, 41, 8]
 PROMPTS = [[*COMMON, 2], [*COMMON, *[40, 41, 42] * 5], COMMON, [*COMMON, 8, 8], COMMON]
@@ -23,7 +23,7 @@ def both(model: Any, prompts: list[list[int]], monkeypatch: Any, **how: Any) -> 
     """What is said without it, and with it."""
     plain = generate(model, prompts, **how)
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "ALIKE", 4)
+        patch.setattr(prompt_cache, "ALIKE", 4)
         return plain, generate(model, prompts, **how)
 
 
