@@ -17,7 +17,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from setblock import decode, machines
+from setblock import machines, state
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.model import Model
@@ -37,7 +37,7 @@ def measure(tokens: int, chunk: int, new_tokens: int) -> dict[str, Any]:
     network = AutoModelForCausalLM.from_config(config)
     model = Model(network, load("nano").tokenizer, "random", mask_token_id=2047)
     model.eos_token_ids = frozenset()
-    decode.CHUNK = chunk
+    state.CHUNK = chunk
     short = [torch.randint(2000, (8,)).tolist()]
     options: Any = {"max_new_tokens": new_tokens, "mode": "sbd", "solver": "fixed:4"}
     options["block_size"] = BLOCK
@@ -64,7 +64,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 32768,
     chunks: Annotated[
         str, typer.Option(help="Tokens of a prompt's forward; 0 is all of them.")
-    ] = f"{decode.CHUNK},0",
+    ] = f"{state.CHUNK},0",
     new_tokens: Annotated[int, typer.Option(min=1, help="Of the answer.")] = 32,
     out: Annotated[Path, typer.Option(help="The record.")] = Path(
         "benchmarks/records/long-prompt.json"

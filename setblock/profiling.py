@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from setblock import attention, cache, sampling, solvers, verified
+from setblock import attention, branches, cache, sampling, solvers
 from setblock.contenders import now
 from setblock.generation import generate
 from setblock.model import Model
@@ -55,8 +55,8 @@ FUNCTIONS = (
     (sampling.Sampler, "pick", "solver"),
     (solvers, "probability_of", "solver"),
     (solvers, "entropy_of", "solver"),
-    (verified.BranchDrafts, "_plan", "solver"),
-    (verified.BranchDrafts, "_redraft", "solver"),
+    (branches.BranchDrafts, "_plan", "solver"),
+    (branches.BranchDrafts, "_redraft", "solver"),
 )
 
 

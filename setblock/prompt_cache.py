@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy import ndarray
 
-from setblock.decode import CHUNK, Rows, put
 from setblock.model import Model
+from setblock.state import CHUNK, Rows, put
 
 MOST_TOKENS = 16_384
 ALIKE = 128  # tokens that prompts begin with alike, from which on they are encoded once

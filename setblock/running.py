@@ -10,14 +10,16 @@ from typing import Any
 from jaxtyping import Bool
 from numpy import ndarray
 
-from setblock.decode import DecodeState, Rows
+from setblock.branches import BranchDrafts
+from setblock.decode import DecodeState
 from setblock.grammar import Grammar
 from setblock.model import Model
 from setblock.pieces import TextPieces
 from setblock.prompt_cache import Beginning, PromptCache
 from setblock.results import Generation, Reveal, TokenLogprob
 from setblock.settings import Settings
-from setblock.verified import BranchDrafts, SolverDrafts, VerifiedRows
+from setblock.state import Rows
+from setblock.verified import SolverDrafts, VerifiedRows
 
 log = logging.getLogger(__name__)
 

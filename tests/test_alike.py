@@ -9,10 +9,10 @@ from fakes import TableModel
 from test_graphs import WAYS
 
 from setblock import prompt_cache
-from setblock.decode import CHUNK
 from setblock.generation import generate
 from setblock.loading import load
 from setblock.prompt_cache import ALIKE, PromptCache
+from setblock.state import CHUNK
 
 COMMON = [5, 9, 30, 7, 41, 8]
 PROMPTS = [[*COMMON, 2], [*COMMON, *[40, 41, 42] * 5], COMMON, [*COMMON, 8, 8], COMMON]

@@ -9,9 +9,9 @@ from layouts import branches_layout
 from test_decode import PROMPTS, networks, recorded
 from test_verified import assert_lossless, pair
 
+from setblock.branches import BranchDrafts
 from setblock.generation import generate, settings_for
 from setblock.masks import CLEAN, PADDING, Layout, visible
-from setblock.verified import BranchDrafts
 
 __all__ = ["networks"]  # a fixture
 

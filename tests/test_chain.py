@@ -18,15 +18,17 @@ from torch.nn.functional import cross_entropy
 from trainers import MASK, network
 from trainings import one_line, train
 
-from setblock import adapters, chain, decode, verified
+from setblock import adapters, branches, chain
+from setblock import state as batch_state
 from setblock.architectures import attention_mask
+from setblock.branches import BranchDrafts
 from setblock.chain import Chain, conditioned, joined
 from setblock.checkpoint import write_settings
 from setblock.generation import generate, settings_for
 from setblock.masks import CLEAN
 from setblock.names import ModelError
 from setblock.sampling import Sampler
-from setblock.verified import BranchDrafts, SolverDrafts
+from setblock.verified import SolverDrafts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
@@ -258,7 +260,7 @@ def test_a_solvers_drafts_know_the_token_before(model, monkeypatch):
     def stubborn(chain, embedding, logits, context, before, exact, pick):
         return torch.full_like(logits, -30.0).index_fill(-1, torch.tensor([77]), 0.0)
 
-    monkeypatch.setattr(decode, "conditioned", stubborn)
+    monkeypatch.setattr(batch_state, "conditioned", stubborn)
     options: dict[str, Any] = {"mode": "verified", "draft": "solver", "solver": "fixed:3"}
     run = settings_for(model, block_size=4, max_new_tokens=20, ignore_eos=True, **options)
     state = SolverDrafts(model, [PROMPTS[0]], [0], run)
@@ -361,7 +363,7 @@ def test_a_chain_that_knows_more_saves_forwards(checkpoint, tmp_path, monkeypatc
         return whole, torch.arange(logits.shape[-1]).repeat(1, len(known), 1)
 
     monkeypatch.setattr(BranchDrafts, "step", noted)
-    monkeypatch.setattr(verified, "joined", knowing)
+    monkeypatch.setattr(branches, "joined", knowing)
     [after] = generate(model, [PROMPTS[0]], **options)
     assert after.token_ids == exact.token_ids == before.token_ids
     assert after.nfe == 1 + -(-23 // 4) < before.nfe, "four tokens a forward, after the first"

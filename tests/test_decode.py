@@ -15,7 +15,7 @@ from fakes import MASK, TableModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from setblock import decode
+from setblock import state
 from setblock.generation import generate, settings_for
 from setblock.masks import Layout
 from setblock.model import Model
@@ -162,7 +162,7 @@ def test_networks_decode_as_the_oracle_says(networks, kind, seed, every, prompts
 )
 def test_prompts_in_chunks(seed, prompts, options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "CHUNK", 2)
+        patch.setattr(state, "CHUNK", 2)
         results = assert_equals_oracle(TableModel.random(seed), prompts, **options)
     expected = [1 + max(-(-(len(prompt) - 2) // 2), 0) for prompt in prompts]
     # All rows of a batch take part in its longest prompt's.
@@ -175,7 +175,7 @@ def test_a_networks_prompts_in_chunks(networks, kind, mode, monkeypatch):
     model = with_ends(networks[kind, 0], every=300)
     texts = [list(range(3, 3 + count)) for count in (1, 7, 30, 41)]
     whole = generate(model, texts, mode=mode, max_new_tokens=20)
-    monkeypatch.setattr(decode, "CHUNK", 8)
+    monkeypatch.setattr(state, "CHUNK", 8)
     watched, layouts = recorded(model)
     chunks = generate(watched, texts, mode=mode, max_new_tokens=20)
     assert [facts(one) for one in chunks] == [facts(one) for one in whole]

@@ -11,7 +11,7 @@ from fakes import TableModel
 from test_engine import NTP, SBD, Desk
 from test_running import alone, answer_of, ended, told
 
-from setblock import running, verified
+from setblock import branches, running
 from setblock.cache import PrefixCache, _PrefixLayer
 from setblock.engine import Engine, logger
 from setblock.fields import Asked, Refused
@@ -224,7 +224,7 @@ def test_padding_is_the_mask_token_whatever_was_drafted(checkpoint, monkeypatch)
     """So that what a row drafted and did not get says nothing to it in a wider forward."""
     model = load(checkpoint("llama"))
     how: Any = {"mode": "verified", "block_size": 5, "branches": 2, "seeds": 1, "ignore_eos": True}
-    forward, padded = verified.BranchDrafts._forward, 0
+    forward, padded = branches.BranchDrafts._forward, 0
 
     def watched(state: Any, queries: Any, layout: Any, *given: Any) -> Any:
         nonlocal padded
@@ -233,6 +233,6 @@ def test_padding_is_the_mask_token_whatever_was_drafted(checkpoint, monkeypatch)
         assert (queries[padding] == model.mask_token_id).all()
         return forward(state, queries, layout, *given)
 
-    monkeypatch.setattr(verified.BranchDrafts, "_forward", watched)
+    monkeypatch.setattr(branches.BranchDrafts, "_forward", watched)
     generate(model, [[5, 9], [8], [40, 41, 42] * 3], max_new_tokens=30, **how)
     assert padded > 20

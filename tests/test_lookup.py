@@ -9,8 +9,8 @@ from fakes import TableModel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from setblock.branches import MOST_MATCHED, WORTH, BranchDrafts, looked_up
 from setblock.generation import generate, settings_for
-from setblock.verified import MOST_MATCHED, WORTH, BranchDrafts, looked_up
 
 
 @given(

@@ -60,9 +60,10 @@ LEVELS = (
     ("graphs", "fields"),
     ("model", "totals", "timelimit", "order"),
     ("trial", "grammar"),
-    ("loading", "decode", "results", "pieces", "views", "forced"),
-    ("verified", "likelihood", "train", "calls", "prompt_cache", "logprobs"),
-    ("running", "vllm", "served"),
+    ("loading", "state", "results", "pieces", "views", "forced"),
+    ("decode", "verified", "likelihood", "train", "calls", "prompt_cache", "logprobs"),
+    ("branches", "served"),
+    ("running", "vllm"),
     ("generation",),
     ("evaluate", "live", "watch", "contenders", "lm_eval", "custom_generate", "engine", "run"),
     (

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_graphs import WAYS
 
 from setblock import prompt_cache
-from setblock.decode import CHUNK
 from setblock.generation import finished, generate, stream
 from setblock.loading import load
 from setblock.prompt_cache import ALIKE
+from setblock.state import CHUNK
 
 COMMON = [5, 9, 30, 7, 41, 8]
 PROMPTS = [

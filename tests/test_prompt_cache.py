@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_graphs import WAYS
 
 from setblock import prompt_cache, running
-from setblock.decode import CHUNK, Rows
 from setblock.generation import generate, stream
 from setblock.loading import load
 from setblock.masks import causal_layout
 from setblock.prompt_cache import PromptCache
+from setblock.state import CHUNK, Rows
 
 SHORT: dict[str, Any] = {"block_size": 4, "max_new_tokens": 14}
 # Turns of a conversation, one that begins alike, the first again, one of one token, another.

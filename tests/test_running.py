@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from test_graphs import WAYS
 
 from setblock import graphs, running
-from setblock.decode import CHUNK
 from setblock.generation import checked, generate, settings_for
 from setblock.loading import load
 from setblock.prompt_cache import PromptCache
 from setblock.results import Generation
 from setblock.running import Answer, Running
+from setblock.state import CHUNK
 
 PROMPTS = [[5, 9, 30, 7], [8], [40, 41, 42] * 9, [5, 9, 30, 8, 2], [7, 7]]
 SHORT: dict[str, Any] = {"block_size": 4, "max_new_tokens": 14}

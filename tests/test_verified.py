@@ -14,12 +14,12 @@ from test_decode import PROMPTS, SLOW, SOLVERS, networks, prompts, with_ends
 from torch.nn.functional import one_hot
 
 from setblock import adapters
+from setblock.branches import BranchDrafts
 from setblock.generation import generate, settings_for
 from setblock.loading import load
 from setblock.masks import CLEAN, causal_layout
 from setblock.model import Model
 from setblock.results import Generation
-from setblock.verified import BranchDrafts
 
 __all__ = ["networks"]  # a fixture
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from setblock import verified
+from setblock import branches
 from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import decoding_of, mask_of
 
@@ -155,7 +155,7 @@ def test_copies_are_those_of_verified_decoding(words):
         end = draw.integers(1, length + 1, size=7)
         count = int(draw.integers(1, 30))
         copied, run = looked_up(torch.from_numpy(tokens), torch.from_numpy(end), count)
-        theirs, matched = verified.looked_up(tokens, end, count)
+        theirs, matched = branches.looked_up(tokens, end, count)
         assert run.tolist() == matched.tolist()
         assert copied[run > 0].tolist() == theirs[matched > 0].tolist()
         assert words > 2 or length < 9 or run.max() > 2

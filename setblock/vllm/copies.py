@@ -4,13 +4,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from setblock.verified import MOST_MATCHED
+from setblock.branches import MOST_MATCHED
 
 
 def looked_up(
     tokens: Int[Tensor, "batch length"], end: Int[Tensor, " batch"], count: int
 ) -> tuple[Int[Tensor, "batch count"], Int[Tensor, " batch"]]:
-    """As `verified.looked_up`, without a wait for the device: (the tokens behind the best match of
+    """As `branches.looked_up`, without a wait for the device: (the tokens behind the best match of
     each text's end, tokens that match there, 0 for none).
 
     end: where each row's text ends.

@@ -10,9 +10,10 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
     SamplerOutput,
 )
 
+from setblock.branches import SURE, WORTH, chance_of_copy, drafts_of
 from setblock.chain import conditioned
 from setblock.solvers import Certain, Predictions
-from setblock.verified import SURE, WORTH, chance_of_copy, drafts_of, nearly
+from setblock.verified import nearly
 from setblock.vllm.copies import looked_up
 from setblock.vllm.requests import Decoding
 

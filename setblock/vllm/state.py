@@ -8,7 +8,7 @@ far as next-token decoding would have said it, and the token after that begins t
 
 Where drafts come from branches, every step commits: the block holds a token that is final and as
 many drafted ones as are probably right, and behind it stand masks, whose predictions are the next
-draft if all of these are. (Behind fewer, as `verified.BranchDrafts` has it, no branch can stand:
+draft if all of these are. (Behind fewer, as `branches.BranchDrafts` has it, no branch can stand:
 the slots of vLLM's cache are those of one text.) Blocks that slide are the same but for this: what
 the solver revealed is final, and so all of it is kept.
 """
