@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from setblock.chain import Chain, joined
 from setblock.masks import branches_layout, decoding_layout
 from setblock.model import Model
-from setblock.sampling import Sampler
+from setblock.sampling import Sampler, Samplers
 from setblock.settings import Settings
 from setblock.state import taken
 from setblock.transfer import to_device, to_host
@@ -157,7 +157,7 @@ class BranchDrafts(VerifiedRows):
             logits.device, slots, last, self.rows, self._places(size), self.seeds
         )
         logits = logits.gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-        sampler, joining = self.settings.sampler, None
+        sampler, joining = self.sampler, None
         if self.model.chain is not None:
             context = context.gather(1, slots[..., None].expand(-1, -1, context.shape[-1]))
             embedding = self.model.network.get_input_embeddings()
@@ -207,7 +207,7 @@ class BranchDrafts(VerifiedRows):
 
 
 def drafts_of(
-    sampler: Sampler,
+    sampler: Sampler | Samplers,
     logits: Float[Tensor, "batch slots vocab"],
     rows: Int[Tensor, " batch"],
     places: Int[Tensor, "batch slots"],

@@ -80,7 +80,7 @@ class DecodeState(Rows):
             logits, _ = self._allowed(self._penalised(logits), [()] * len(logits))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         # A rule may change in place what it is given.
-        chosen = self.settings.sampler.pick(logits, rows, there, seeds)
+        chosen = self.sampler.pick(logits, rows, there, seeds)
         nats = predictions.entropy.clone()
         likely = self._likely(logits, chosen)
         if blocks.any():

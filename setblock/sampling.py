@@ -8,10 +8,14 @@ positions are revealed.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy import ndarray
 from torch import Tensor
 
 from setblock.transfer import to_device
@@ -45,6 +49,11 @@ class Sampler:
             raise ValueError(f"top_k must be an integer >= 0 (0 keeps every token), got {k!r}")
         if not _is(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}")
+
+    @property
+    def seedless(self) -> "Sampler":
+        """The same for all that pick alike, given a seed for each row."""
+        return replace(self, seed=0) if self.temperature else Sampler()
 
     def pick(
         self,
@@ -95,6 +104,79 @@ class Sampler:
         if ids is None:
             ids = torch.arange(logits.shape[-1], device=logits.device)
         return kept + gumbel(seeds, rows, position, ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Samplers:
+    """As a Sampler, for rows of several.
+
+    kinds: each sampler with the places of its rows, which are all places together.
+    """
+
+    kinds: tuple[tuple[Sampler, Int[ndarray, " _"]], ...]
+
+    def pick(
+        self,
+        logits: Float[Tensor, "batch block vocab"],
+        rows: Int[Tensor, " batch"],
+        position: Int[Tensor, "batch block"],
+        seeds: Int[Tensor, " batch"] | None = None,
+        ids: Int[Tensor, "batch block vocab"] | None = None,
+    ) -> Int[Tensor, "batch block"]:
+        return self._each(Sampler.pick, logits, rows, position, seeds, ids)
+
+    def perturbed(
+        self,
+        logits: Float[Tensor, "batch block vocab"],
+        rows: Int[Tensor, " batch"],
+        position: Int[Tensor, "batch block"],
+        seeds: Int[Tensor, " batch"] | None = None,
+        ids: Int[Tensor, "batch block vocab"] | None = None,
+        truncate: bool = True,
+    ) -> Float[Tensor, "batch block vocab"]:
+        """In float32, whatever the logits are in."""
+
+        def scores(one: Sampler, *given: Any) -> Tensor:
+            return one.perturbed(*given, truncate=truncate).float()
+
+        return self._each(scores, logits, rows, position, seeds, ids)
+
+    def _each(self, made: Callable[..., Tensor], logits: Tensor, *given: Tensor | None) -> Tensor:
+        """What each sampler makes of its rows, in their places."""
+        everything = [one if one is None else to_device(logits.device, one)[0] for one in given]
+        places = to_device(logits.device, *(places for _, places in self.kinds))
+        parts = [
+            made(sampler, logits[here], *(one if one is None else one[here] for one in everything))
+            for (sampler, _), here in zip(self.kinds, places, strict=True)
+        ]
+        return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def of_rows(samplers: Sequence[Sampler]) -> Sampler | Samplers:
+    """One for all of these rows. Seeds are not told apart."""
+    kinds: dict[Sampler, list[int]] = {}
+    for place, sampler in enumerate(samplers):
+        kinds.setdefault(sampler, []).append(place)
+    if len(kinds) < 2:
+        return next(iter(kinds), Sampler())
+    return Samplers(tuple((one, np.array(places)) for one, places in kinds.items()))
+
+
+def penalised(
+    logits: Float[Tensor, "batch places vocab"],
+    met: Float[Tensor, "batch places vocab"],
+    said: Float[Tensor, "batch places vocab"],
+    penalties: Float[Tensor, "batch 3"],
+) -> Float[Tensor, "batch places vocab"]:
+    """Logits less what settings.PENALTIES take from tokens of a text.
+
+    met: how often a text has each token, prompt and all; said: the answer alone. Places may be one.
+    """
+    repetition, presence, frequency = penalties[:, :, None, None].unbind(dim=1)
+    logits = logits.float()
+    milder = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(met > 0, milder, logits)
+    return logits - frequency * said - presence * (said > 0)
 
 
 def gumbel(

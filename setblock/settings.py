@@ -210,16 +210,14 @@ class Settings:
 
     @cached_property
     def shared(self) -> tuple["Settings", str]:
-        """What answers that are decoded together have in common, to be compared: all but seed, stop
-        texts, forms, limits that no draft is cut short by, and a solver that has no say. A solver
-        is known by its text.
+        """What answers that are decoded together have in common, to be compared: all but sampling,
+        penalties, stop texts, forms, limits that no draft is cut short by, and a solver that has no
+        say. A solver is known by its text.
         """
         draft = 1 if self.mode == "ntp" else max(self.block_size, self.lookup + 1)
-        most, sampler = min(self.max_new_tokens, draft), replace(self.sampler, seed=0)
-        free: dict[str, Any] = dict.fromkeys(FORMATS)
-        rest = replace(
-            self, solver=FixedCount(1), sampler=sampler, stop=(), max_new_tokens=most, **free
-        )
+        most = min(self.max_new_tokens, draft)
+        free: dict[str, Any] = {**dict.fromkeys(FORMATS), **PENALTIES, "stop": ()}
+        rest = replace(self, solver=FixedCount(1), sampler=Sampler(), max_new_tokens=most, **free)
         return rest, str(self.solver) if self.uses_solver else ""
 
     @property

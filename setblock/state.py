@@ -17,7 +17,8 @@ from setblock.chain import conditioned
 from setblock.grammar import Grammar
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
-from setblock.settings import Settings
+from setblock.sampling import Sampler, Samplers, of_rows, penalised
+from setblock.settings import PENALTIES, Settings
 from setblock.transfer import to_device
 
 CHUNK = 1024  # tokens of a prompt that one forward takes at most
@@ -32,6 +33,8 @@ class Rows:
     limit       [batch] first position that may not be generated: the context's end at the latest
     rows        [batch] index of the row in the user's input
     seeds       [batch] of the row's sampling noise
+    samplers    [batch] how its tokens are picked, but for the seed
+    penalties   [batch, 3] of tokens that its text has, in the order of settings.PENALTIES
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
     logprob     [batch, capacity] its log-probability, where settings.logprobs asks for it
@@ -47,8 +50,9 @@ class Rows:
     # Arrays with a line for each row, and those of them that have a column for each position.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
-        *("rows", "seeds", "nfe", "revealed_at", "entropy", "prefill_forwards"),
-        *("logprob", "top", "top_logprob", "grammars", "errors", "cached"),
+        *("rows", "seeds", "samplers", "penalties", "grammars", "errors"),
+        *("nfe", "prefill_forwards", "cached"),
+        *("revealed_at", "entropy", "logprob", "top", "top_logprob"),
     )
     BY_POSITION: ClassVar = {
         *("tokens", "revealed_at", "entropy"),
@@ -84,6 +88,10 @@ class Rows:
         self.limit = self.start + np.minimum(settings.max_new_tokens, left)
         self.rows = np.array(rows)
         self.seeds = np.full_like(self.start, settings.sampler.seed)
+        self.samplers = np.full(len(prompts), None)
+        self.samplers[:] = settings.sampler.seedless
+        penalties = [getattr(settings, name) for name in PENALTIES]
+        self.penalties = np.array([penalties] * len(prompts), dtype=np.float32)
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
@@ -102,6 +110,11 @@ class Rows:
         """Positions of the longest text that there may be, in whole blocks where blocks are."""
         stride = self.settings.stride
         return int((self.prompt_end - (self.prompt_end - self.limit) // stride * stride).max())
+
+    @property
+    def sampler(self) -> Sampler | Samplers:
+        """How tokens of all rows are picked."""
+        return of_rows(self.samplers.tolist())
 
     def follow(self, grammars: Sequence[Grammar | None]) -> None:
         """Have the answers, of which nothing is there yet, follow these grammars, if any."""
@@ -228,9 +241,11 @@ class Rows:
             logits.device, self.rows, self.seeds, places, known, exact, before
         )
 
+        sampler = self.sampler
+
         def pick(logits: Tensor, slot: int) -> Tensor:
             here = slice(slot, slot + 1)
-            said = self.settings.sampler.pick(logits, rows, at[:, here], seeds)
+            said = sampler.pick(logits, rows, at[:, here], seeds)
             return torch.where(tokens[:, here] == mask, said, tokens[:, here])
 
         embedding = self.model.network.get_input_embeddings()
@@ -318,27 +333,24 @@ class Rows:
 
         drafts: one token fewer than places, the mask token for none; None for text alone.
         """
-        how = self.settings
-        if not how.penalties:
+        if (self.penalties == list(PENALTIES.values())).all():
             return logits
         text = self.tokens[:, : int(self.start.max())]
         place = np.arange(text.shape[1])
         final = place < self.start[:, None]
         said = final & (place >= self.prompt_end[:, None])
-        text, final, said = to_device(logits.device, text, final, said)
-        none = logits.new_zeros(len(logits), 1, logits.shape[-1])
-        met = none.scatter_add(2, text[:, None], final[:, None].to(none.dtype))
-        count = none.scatter_add(2, text[:, None], said[:, None].to(none.dtype))
+        bits = self.penalties.view(np.int32)
+        text, final, said, bits = to_device(logits.device, text, final, said, bits)
+        none = torch.zeros(len(logits), 1, logits.shape[-1], device=logits.device)
+        met = none.scatter_add(2, text[:, None], final[:, None].float())
+        count = none.scatter_add(2, text[:, None], said[:, None].float())
         if drafts is not None and drafts.shape[1]:
             [before] = to_device(logits.device, drafts)
-            more = torch.zeros_like(logits)
+            more = none.repeat(1, logits.shape[1], 1)
             more[:, 1:].scatter_(2, before[..., None], 1)
             more = more.cumsum(dim=1)
             met, count = met + more, count + more
-        factor = how.repetition_penalty
-        milder = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(met > 0, milder, logits)
-        return logits - how.frequency_penalty * count - how.presence_penalty * (count > 0)
+        return penalised(logits, met, count, bits.to(torch.int32).view(torch.float32))
 
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""

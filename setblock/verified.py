@@ -28,7 +28,7 @@ from torch import Tensor
 from setblock.grammar import Grammar
 from setblock.masks import decoding_layout
 from setblock.model import Model
-from setblock.sampling import Sampler
+from setblock.sampling import Sampler, Samplers
 from setblock.settings import Settings
 from setblock.solvers import Predictions, check_revealed, entropy, revealed_by
 from setblock.state import Rows, taken
@@ -138,7 +138,7 @@ class VerifiedRows(Rows):
         wherever a text could repeat itself, and it would. Stop texts are found in what was said.
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
-        sampler, longest = self.settings.sampler, logits.shape[1] - 1
+        sampler, longest = self.sampler, logits.shape[1] - 1
         logits = self._penalised(logits, self.draft[:, :longest])
         drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
         logits, counts = self._allowed(logits, [draft[:length] for draft, length in drafts])
@@ -246,7 +246,7 @@ class SolverDrafts(VerifiedRows):
         [masked] = to_device(logits.device, open_slots)
         predictions = Predictions(logits, places - self.prompt_end[:, None], self.steps)
         rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
-        chosen = self.settings.sampler.pick(logits, rows, there, seeds)
+        chosen = self.sampler.pick(logits, rows, there, seeds)
         reveal = revealed_by(self.settings.solver, predictions, masked)
         reveal, chosen = to_host(reveal, chosen)
         check_revealed(self.settings.solver, reveal, open_slots)
@@ -254,7 +254,7 @@ class SolverDrafts(VerifiedRows):
 
 
 def nearly(
-    sampler: Sampler,
+    sampler: Sampler | Samplers,
     logits: Float[Tensor, "batch draft vocab"],
     rows: Int[Tensor, " batch"],
     places: Int[Tensor, "batch draft"],

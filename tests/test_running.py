@@ -247,7 +247,8 @@ def test_who_is_decoded_together():
     assert suits()
     assert suits(seed=5, stop="a", max_new_tokens=4)
     assert not suits(max_new_tokens=3), "shorter than a block"
-    assert not suits(temperature=1.0)
+    assert suits(temperature=1.0, top_k=3)
+    assert not suits(logprobs=2)
     assert not suits(solver="fixed:3")
     assert not suits(block_size=5)
     assert not suits(mode="ntp", solver=None)
