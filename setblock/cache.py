@@ -288,17 +288,20 @@ class PrefixCache(Cache):
         self.restored = np.concatenate([self.restored, other.restored])
         self.keepable = None
 
-    def saved(self, count: int, row: int = 0) -> list[tuple[Tensor, Tensor] | None]:
+    def saved(self, count: int, row: int = 0) -> list[tuple[Tensor, Tensor] | None] | None:
         """Keys and values of the first `count` tokens of a row's prefix, copied, of each layer that
-        has any: [heads, count, width].
+        has any: [heads, count, width]. None if some are no numbers, as behind an overflow.
         """
         assert count <= self.lengths[row], f"a prefix of {self.lengths[row]} tokens has no {count}"
-        return [
+        saved = [
             (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())
             if layer.is_initialized
             else None
             for layer in self._own
         ]
+        # What is no number in one layer is none in all that come behind it.
+        last = next(pair for pair in reversed(saved) if pair is not None)
+        return saved if all(bool(states.isfinite().all()) for states in last) else None
 
     def restore(self, saved: Sequence[tuple[Tensor, Tensor] | None], count: int) -> None:
         """Begin every row with the first `count` tokens that a cache has saved of one."""

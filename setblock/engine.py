@@ -121,11 +121,11 @@ class Engine(GenerateManager):
         def hear(reveal: Reveal) -> None:
             nonlocal length
             if placing is not None:
-                waiting.extend(placing.of(reveal.logprobs))
+                waiting.extend(placing.of(reveal.logprobs, reveal.generation is not None))
                 length += len(reveal.text)
                 there = [one for one in waiting if one.offset < length]
                 del waiting[: len(there)]  # others wait for the text that they begin
-                if reveal.text:
+                if reveal.text or there:
                     put(Piece(reveal.text, there))
             elif listener is not None:
                 for part in listener.hear(reveal.text, reveal.generation is not None):
@@ -175,7 +175,7 @@ class Engine(GenerateManager):
             raise Refused(None, why(outcome), 500)
         self._finish(request_id, job, outcome)
         if outcome.logprobs is not None:
-            tokens, length = Placing(processor.told).of(outcome.logprobs), len(outcome.text)
+            tokens, length = Placing(processor.told).of(outcome.logprobs, True), len(outcome.text)
             self.done[request_id]["logprobs"] = [one for one in tokens if one.offset < length]
         return outcome.text, outcome.prompt_tokens, list(outcome.token_ids)
 
@@ -184,15 +184,18 @@ class Engine(GenerateManager):
         model, ids = processor.model, inputs["input_ids"][0].tolist()
         if not asked.settled:
             asked.settled.append(self._settled(model, ids, asked, processor.form))
-        [(settings, grammar, among)] = asked.settled
+        [settled] = asked.settled
+        if isinstance(settled, Refused):
+            raise settled
+        settings, grammar, among = settled
         in_pieces |= bool(settings.stop)
         number = next(self._numbers)
         return Answer(number, ids, model, settings, asked.row, in_pieces, grammar, among)
 
     def _settled(
         self, model: Model, ids: list[int], asked: Asked, form: dict[str, Any]
-    ) -> tuple[Settings, Grammar | None, Callable[[int], Settings] | None]:
-        """Settings, grammar and `among` of the answers to a request."""
+    ) -> tuple[Settings, Grammar | None, Callable[[int], Settings] | None] | Refused:
+        """Settings, grammar and `among` of the answers to a request, or what is wrong with it."""
         given: Any = {**asked.options, **form}
         context, limit = model.context_length, asked.limit
         try:
@@ -202,7 +205,7 @@ class Engine(GenerateManager):
                 if limit < 1:
                     size = settings.stride
                     block = "a token" if size == 1 else f"a block of {size}"
-                    raise Refused(
+                    return Refused(
                         asked.prompt,
                         f"must leave room for {block} in the model's context of {context} tokens, "
                         f"got {len(ids)} tokens",
@@ -210,7 +213,7 @@ class Engine(GenerateManager):
             given["max_new_tokens"] = limit
             settings, grammar = checked(model, [ids], 1, given)
         except (ValueError, TypeError) as error:
-            raise _refusal(error, asked) from None
+            return _refusal(error, asked)
         among = None
         if settings.mode == "verified" and settings.lenience == 1:
             among = functools.cache(lambda rows: settings_for(model, rows, **given))

@@ -82,7 +82,7 @@ class Asked:
     an answer is there: an answer as long as that ended for its length.
 
     choices: answers to it. row: of the sampling noise of this one.
-    settled: what the engine has made of it, for all of them.
+    settled: what the engine has made of it, for all of them, or its refusal.
     """
 
     options: dict[str, Any]

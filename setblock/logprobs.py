@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 from setblock.model import Model
 from setblock.results import TokenLogprob
 
+HALF = "\ufffd"  # what bytes that are no character are read as
+MOST_READ = 64  # tokens that are read together, and each has its place
+
 
 class Placed(NamedTuple):
     """A token, and how many characters of the answer stand before it."""
@@ -77,27 +80,68 @@ class Told:
 
 
 class Placing:
-    """The tokens of one answer as they come, each with its place in the text."""
+    """The tokens of one answer as they come, each with its place in the text.
+
+    Bytes that are read together, as those of a character are, have their places once it is known
+    how they are read.
+    """
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._length = 0  # characters of all tokens but those of `_parts`
-        self._parts: list[int] = []  # that are not a whole character yet
+        self._opening = told.model.byte_ids | told.model.special_token_ids
+        self._length = 0  # characters of all tokens but the open ones
+        self._begun = False  # whether there are others
+        self._open: list[TokenLogprob] = []
 
-    def of(self, logprobs: Iterable[TokenLogprob]) -> list[Placed]:
-        """The next tokens."""
+    def of(self, logprobs: Iterable[TokenLogprob], ended: bool) -> list[Placed]:
+        """The next tokens whose places are known. ended: no others will come."""
         found = []
         for one in logprobs:
-            whole = self._told.text(*self._parts).rstrip("\ufffd") if self._parts else ""
-            found.append(Placed(one, self._length + len(whole)))
-            self._parts.append(one.token_id)
-            text = self._told.text(*self._parts)
-            if not text.endswith("\ufffd"):
-                self._length, self._parts = self._length + len(text), []
+            self._open.append(one)
+            if not self._is_open():
+                found += self._closed()
+        return found + (self._closed() if ended and self._open else [])
+
+    def _text(self, tokens: Sequence[TokenLogprob]) -> str:
+        ids = [one.token_id for one in tokens]
+        return self._told.text(*ids) if self._begun else self._told.model.decode(ids)
+
+    def _is_open(self) -> bool:
+        """Whether the next token may change the text of the open ones."""
+        last = self._open[-1].token_id
+        if last in self._opening:
+            return True
+        if self._begun and HALF not in self._told.text(last):
+            return False
+        if len(self._open) > MOST_READ:  # to read them all at each token would take long
+            return HALF in self._told.text(last)
+        text = self._text(self._open)
+        return not text or text.endswith(HALF)
+
+    def _closed(self) -> list[Placed]:
+        """The open tokens, of which each begins where the text changes by it."""
+        tokens, self._open = self._open, []
+        count, place, found = len(tokens), 0, []
+        known = {0: "", count - 1: self._text(tokens[:-1]), count: self._text(tokens)}
+        if count <= MOST_READ:
+            known |= {n: self._text(tokens[:n]) for n in range(1, count - 1)}
+        text = known[count]
+        for n, one in enumerate(tokens):
+            before, after = known.get(n, ""), known.get(n + 1)
+            if before != after or not before.endswith(HALF):  # else it is of the same character
+                place = max(place, _common(before, text))
+            found.append(Placed(one, self._length + place))
+        self._length, self._begun = self._length + len(text), True
         return found
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
     """bytes: null for a part of a character."""
-    whole = None if "\ufffd" in text else list(text.encode())
+    whole = None if HALF in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": whole}

@@ -430,8 +430,11 @@ class Model:
             ) from None
 
     def piece(self, token: int) -> str:
-        """The text of one token; the name of a special one, which is no part of an answer."""
-        return self.decode([token]) or str(self.tokenizer.convert_ids_to_tokens(token))
+        """The text of one token; the name of a special one, which is no part of an answer, and the
+        number of one that the tokenizer does not know.
+        """
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        return self.decode([token]) or (f"<token {token}>" if name is None else str(name))
 
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, special ones left out, but for those that are told."""

@@ -86,11 +86,14 @@ class PromptCache:
         if same is not None:
             self._use(same)
             return
+        saved = state.cache.saved(count, slot)
+        if saved is None:  # it would be every other text's too
+            return
         # The new text begins with some of the others, maybe.
         self._texts = [text for text in self._texts if text.common(tokens) < len(text.tokens)]
         while self.num_tokens + count > self.most_tokens:
             del self._texts[0]
-        self._texts.append(Text(tokens, state.cache.saved(count, slot)))
+        self._texts.append(Text(tokens, saved))
 
     def _use(self, text: Text) -> None:
         self._texts.remove(text)
@@ -120,8 +123,10 @@ class Beginning:
         count = len(self.tokens)
         if not count:
             return
-        if self._saved is None:
-            self._saved = self._encoded(state.model)
+        self._saved = self._saved or self._encoded(state.model)
+        if self._saved is None:  # no numbers, as each finds out for itself
+            self.tokens = []
+            return
         state.cache.restore(self._saved, count)
         state.prefill_forwards = state.prefill_forwards + self._forwards
 

@@ -265,7 +265,7 @@ class Rows:
         for slot in self.bounded.nonzero()[0].tolist():
             try:
                 self.grammars[slot].say(chosen[slot][where[slot]].tolist())
-            except ValueError as error:
+            except Exception as error:  # of this row, whatever it is
                 self.errors[slot] = error
         broken = np.any(where & np.isnan(nats), axis=1)
         for slot in np.flatnonzero(broken).tolist():
@@ -312,7 +312,7 @@ class Rows:
         for row in bounded.nonzero()[0].tolist():
             try:
                 found = self.grammars[row].allowed(drafts[row])
-            except ValueError as error:
+            except Exception as error:
                 self.errors[row], found = error, [np.full(count, 255, dtype=np.uint8)]
             counts[row] = len(found)
             for place, told in enumerate(found):

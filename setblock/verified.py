@@ -82,7 +82,11 @@ class VerifiedRows(Rows):
         for row in bounded.nonzero()[0].tolist():
             drafted = self.draft[row, : self.length[row]].tolist()
             likely = self.likely[row].tolist()
-            tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1], likely)
+            try:
+                tokens, only = self.grammars[row].fitted(drafted, self.draft.shape[1], likely)
+            except Exception as error:  # of this row alone
+                self.errors[row] = error
+                continue
             self.draft[row, : len(tokens)], forced[row, : len(only)] = tokens, only
             self.length[row] = min(len(tokens), int(self._useful(self.draft)[row]))
         return forced

@@ -11,11 +11,12 @@ from fakes import TableModel
 from test_engine import NTP, SBD, Desk
 from test_running import alone, answer_of, ended, told
 
-from setblock import branches, running
+from setblock import branches, prompt_cache, running
 from setblock.cache import PrefixCache, _PrefixLayer
 from setblock.engine import Engine, logger
 from setblock.fields import Asked, Refused
 from setblock.generation import generate
+from setblock.grammar import Grammar
 from setblock.loading import load
 from setblock.prompt_cache import PromptCache
 from setblock.running import Running
@@ -236,3 +237,79 @@ def test_padding_is_the_mask_token_whatever_was_drafted(checkpoint, monkeypatch)
     monkeypatch.setattr(branches.BranchDrafts, "_forward", watched)
     generate(model, [[5, 9], [8], [40, 41, 42] * 3], max_new_tokens=30, **how)
     assert padded > 20
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"mode": "ntp"},
+        {"mode": "sbd", "slide": False, "solver": "fixed:2", "block_size": 4},
+        {"mode": "sbd", "slide": True, "solver": "fixed:2", "block_size": 4},
+        {"mode": "verified", "block_size": 4, "branches": 2},
+    ],
+)
+def test_logits_that_are_no_numbers_are_not_of_the_next_prompt(checkpoint, way):
+    """What begins alike is taken from a text only if its keys and values are numbers."""
+    model, plain = load(checkpoint("llama")), load(checkpoint("llama"))
+
+    def overflowing(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.masked_fill((given[0] == 9)[..., None], float("nan"))
+
+    model.network.get_input_embeddings().register_forward_hook(overflowing)
+    how: Any = {**way, "max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "top_k": 2}
+    desk = Desk(model, prompt_cache=PromptCache())
+    prompts = [[5, 7, 30, 9], [5, 7, 30, 8], [5, 7, 30, 6]]
+    for row, prompt in enumerate(prompts):
+        desk.ask(prompt, **how, seed=row)
+    desk.wait()
+    assert "are not numbers" in str(desk.results[0])
+    for row in (1, 2):
+        expected = told(alone(plain, prompts[row], **how, seed=row))
+        if 9 not in expected[0]:
+            assert told(desk.results[row]) == expected
+    assert any(not isinstance(desk.results[row], Exception) for row in (1, 2))
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+@pytest.mark.parametrize("name", ["say", "allowed", "fitted"])
+def test_an_error_in_a_form_is_that_answers_alone(checkpoint, monkeypatch, name, error):
+    model = load(checkpoint("llama"))
+    how: Any = {"mode": "verified", "block_size": 4, "branches": 1, "max_new_tokens": 12}
+    expected = [alone(model, [5 + row], regex="[a-z]{6,9}", **how) for row in range(3)]
+    whole, count = getattr(Grammar, name), [0]
+
+    def failing(grammar: Grammar, *given: Any) -> Any:
+        count[0] += 1
+        if count[0] == 5:
+            raise error("of one form")
+        return whole(grammar, *given)
+
+    monkeypatch.setattr(Grammar, name, failing)
+    batch = Running(room=3)
+    batch.begin([answer_of(model, row, [5 + row], regex="[a-z]{6,9}", **how) for row in range(3)])
+    results, failed = {}, []
+    while len(batch):
+        for reveal in batch.come() if batch.coming else batch.step():
+            if reveal.generation is not None:
+                results[reveal.row] = reveal.generation
+        failed += [(answer.row, str(error)) for answer, error in batch.failed]
+        batch.failed.clear()
+    [(row, message)] = failed
+    assert message == "of one form"
+    assert results.keys() == {0, 1, 2} - {row}
+    for other, one in results.items():
+        assert told(one) == told(expected[other])
+
+
+def test_what_all_begin_with_is_no_number(checkpoint, monkeypatch):
+    """Each is told so."""
+    monkeypatch.setattr(prompt_cache, "ALIKE", 2)
+    model = load(checkpoint("llama"))
+
+    def overflowing(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.masked_fill((given[0] == 9)[..., None], float("nan"))
+
+    model.network.get_input_embeddings().register_forward_hook(overflowing)
+    for size in (1, 2):
+        with pytest.raises(ValueError, match="are not numbers"):
+            generate(model, [[5, 9, 6], [5, 9, 7], [5, 9, 8]], mode="ntp", batch_size=size)

@@ -443,3 +443,14 @@ def test_least_bytes_are_weights_and_a_cache(checkpoint, kind, monkeypatch):
     monkeypatch.setattr(packed, "SMALLEST", dict.fromkeys(packed.SMALLEST, 0))
     laid_out = loading.load(checkpoint(kind), device="cpu", pack=None)
     assert laid_out.least_bytes(14) == model.least_bytes(14)
+
+
+def test_a_piece_of_each_kind(checkpoint):
+    """A text, the name of a special token, and the number of one that nobody knows."""
+    model = load(checkpoint("llama", free_rows=4))
+    [end] = model.eos_token_ids
+    last = model.vocab_size - 1
+    [letter] = model.encode("a")[-1:]
+    assert model.piece(letter) == "a"
+    assert model.piece(end) == model.tokenizer.convert_ids_to_tokens(end)
+    assert model.piece(last) == f"<token {last}>"

@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from servers import QUESTIONS, chat, client_of, complete, serving
+from servers import QUESTIONS, chat, client_of, complete, refused, serving
 
 from setblock import generation, running
 from setblock.generation import generate
@@ -57,6 +57,20 @@ def test_a_form_is_compiled_once_for_all(client, monkeypatch):
     found = complete(client, "a", **how)
     assert all(re.fullmatch("[a-z]{3,9}", choice.text) for choice in found.choices)
     assert len({choice.text for choice in found.choices}) > 1
+    assert len(count) == 1
+
+
+def test_a_form_is_refused_once_for_all(client, address, monkeypatch):
+    count, compiled = [], generation.compiled
+
+    def counted(*given: Any) -> Any:
+        count.append(given)
+        return compiled(*given)
+
+    monkeypatch.setattr(generation, "compiled", counted)
+    given = {"prompt": "a", "n": 8, "temperature": 1.0, "regex": "("}
+    error = refused(address, given, "completions")
+    assert error["param"] == "regex"
     assert len(count) == 1
 
 

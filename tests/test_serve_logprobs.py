@@ -1,10 +1,12 @@
 """Log-probabilities over HTTP, in the form of each protocol."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from servers import QUESTIONS, chat, complete, refused, streamed
+from test_pieces import DECODERS, Pieces
 
 from setblock.generation import generate
 from setblock.loading import load
@@ -144,6 +146,60 @@ def test_refused(address, path, fields, message, stream):
     assert error["param"] == message.split()[0]
 
 
+def byte_ids(model: Any, text: bytes) -> list[int]:
+    """A token for each byte, of a byte-level vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return model.tokenizer.convert_tokens_to_ids([letters[byte] for byte in text])
+
+
+def places(model: Any, ids: list[int], cut: int) -> list[int]:
+    """Of each token's beginning, if they come so many at a time."""
+    placing, found = Placing(Told(model)), []
+    tokens = [TokenLogprob(id, -1.0, ()) for id in ids]
+    for first in range(0, len(ids), cut):
+        found += placing.of(tokens[first : first + cut], first + cut >= len(ids))
+    assert [one.token_id for one, _ in found] == ids
+    return [offset for _, offset in found]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 500])
+def test_places_of_bytes_that_are_no_character(nano, cut):
+    """Each is a U+FFFD of the text, but for the parts of a character that was begun."""
+    for text, expected in (
+        (b"a\xffb c", [0, 1, 2, 3, 4]),
+        (b"\xc3abc", [0, 1, 2, 3]),
+        (b"\xe2\x82ab", [0, 0, 1, 2]),
+        (b"a\xf0\x9fb\xc3\xa9", [0, 1, 1, 2, 3, 3]),
+        (b"\xff\xff\xffab", [0, 1, 2, 3, 4]),
+        ("a\ufffdb".encode(), [0, 1, 1, 1, 2]),
+        ("🙂日b".encode(), [0, 0, 0, 0, 1, 1, 1, 2]),
+    ):
+        assert places(nano, byte_ids(nano, text), cut) == expected
+    long = byte_ids(nano, b"a" + b"\xff" * 200 + b"bc")
+    assert places(nano, long, cut)[-2:] == [201, 202]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 500])
+def test_places_where_a_first_space_is_lost(nano, cut):
+    """And bytes beside each other are read together, as in Llama 2."""
+    model: Any = Pieces(*DECODERS["fallback"])
+    id_of = model.library.token_to_id
+    model.tokenizer = SimpleNamespace(encode=lambda *_, **__: [id_of("b")])
+    for words, text, expected in (
+        ("▁a b ▁a", "ab a", [0, 1, 2]),
+        ("▁ ▁a b", " ab", [0, 0, 2]),
+        ("b <0xE2> <0x82> <0xAC> b", "b€b", [0, 1, 1, 1, 2]),
+        ("b <0xE2> <0x82> b ▁a", "b\ufffd\ufffdb a", [0, 1, 2, 3, 4]),
+        ("<s> ▁a b", "ab", [0, 0, 1]),
+    ):
+        ids = [id_of(word) for word in words.split()]
+        assert model.decode(ids) == text
+        assert places(model, ids, cut) == expected
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_parts_of_characters(checkpoint, kind):
     """A token for each byte: a part of a character has no bytes of its own, and one text."""
@@ -151,7 +207,7 @@ def test_parts_of_characters(checkpoint, kind):
     ids = model.encode("aé")[-3:]
     told = Told(model)
     tokens = [TokenLogprob(id, -1.0, ((id, -1.0),)) for id in [*ids, ids[0]]]
-    placed = Placing(told).of(tokens)
+    placed = Placing(told).of(tokens, True)
     assert [offset for _, offset in placed] == [0, 1, 1, 2]
     found = told.of_chat(placed[:3])["content"]
     assert [one["token"] for one in found] == ["a", "\ufffd", "\ufffd"]
