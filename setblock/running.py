@@ -1,10 +1,10 @@
 """Answers on their way: decoded together, with others that join them and leave as they end."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
 from jaxtyping import Bool
@@ -306,18 +306,28 @@ def to_their_ends(
     """What each forward brings to these answers, which begin in this order, so many at most
     together: as some end, the next ones take their places.
 
+    Those who come have forwards of their own, so they come several at a time where answers are
+    short: of B places g are left until so many are free. For answers of f forwards that makes
+    f g / 2B forwards more of B, and B / g for those who come, the fewest with g = B sqrt(2 / f).
+
     What a prompt cache gets of answers that are not taken to their ends it has once the iterator is
     closed.
     """
     beginning = Beginning([answer.prompt for answer in answers]) if prompt_cache is None else None
     room = together if 1 < together < len(answers) else None
     running, waiting = Running(room, prompt_cache, beginning), list(answers)
+    ended, forwards = 0, 0
     try:
         while waiting or len(running):
             free = 0 if running.coming else together - len(running)
-            if waiting and free and running.begin(waiting[:free]):
-                del waiting[:free]
-            yield from running.come() if running.coming else running.step()
+            enough = round(together * math.sqrt(2 * ended / forwards)) if ended else 1
+            if waiting and free >= min(max(enough, 1), together, len(waiting)):
+                if running.begin(waiting[:free]):
+                    del waiting[:free]
+            for reveal in running.come() if running.coming else running.step():
+                if reveal.generation is not None:
+                    ended, forwards = ended + 1, forwards + reveal.generation.nfe
+                yield reveal
             if running.failed:
                 raise running.failed[0][1]
     except (GeneratorExit, KeyboardInterrupt):  # what the cache says it holds is whole
@@ -395,6 +405,6 @@ def _logprobs(state: Rows, slot: int, begin: int, end: int) -> tuple[TokenLogpro
     arrays = state.tokens, state.logprob, state.top, state.top_logprob
     lists, told = (one[slot, places].tolist() for one in arrays), []
     for token, own, ids, values in zip(*lists, strict=True):
-        top = [pair for pair in zip(ids, values, strict=True) if isfinite(pair[1])]
+        top = [pair for pair in zip(ids, values, strict=True) if math.isfinite(pair[1])]
         told.append(TokenLogprob(token, own, tuple(top)))
     return tuple(told)

@@ -94,7 +94,7 @@ def test_any_prompts(data):
 def test_places_are_taken_at_once():
     """Two at a time, nobody is alone in a forward but who comes, until nobody waits any more."""
     model = TableModel.random(seed=3)
-    limits = {3: 2, 4: 9}
+    limits = {3: 12, 4: 29}
     model.next_token[:] = -20
     for length in range(model.context_length):  # a prompt's last token says how far it goes
         for first, limit in limits.items():
@@ -108,6 +108,14 @@ def test_places_are_taken_at_once():
     assert sum(rows) == sum(one.num_tokens for one in results)
     assert rows.count(1) <= len(order) - 2 + last
     assert all(rows[place : place + 2] != [1, 1] for place in range(len(rows) - last))
+
+
+def test_of_short_answers_several_come_at_a_time():
+    """Of eight places that are free after two forwards each, all are left until the last is."""
+    model = TableModel.random(seed=3)
+    options: Any = {"mode": "ntp", "max_new_tokens": 2, "ignore_eos": True}
+    generate(model, [[3 + row % 5] for row in range(32)], batch_size=8, **options)
+    assert model.forwards == [(8, 1)] * 8
 
 
 def test_reveals_tell_whose_they_are():
