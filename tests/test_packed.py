@@ -76,6 +76,40 @@ def test_small_weights_are_there_for_single_tokens_too(width, dtype, twice, monk
             found(torch.randn(1, 2, 48))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_tokens_are_filled_up_to_four_where_that_is_quicker(bias, dtype, monkeypatch):
+    if packed.missing(torch.device("cpu"), dtype):
+        pytest.skip("no kernels for this type here")
+    monkeypatch.setattr(packed.OneDNN, "WIDE", 33 * 48 * dtype.itemsize)
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(48, 33, bias=bias, dtype=dtype)
+    small = torch.nn.Linear(48, 32, bias=bias, dtype=dtype)
+    for quicker in (True, False):
+        monkeypatch.setattr(packed, "fills_up", lambda _, told=quicker: told)
+        for layer, fewest in ((wide, 4 if quicker else 1), (small, 1)):
+            found = packed.OneDNN(layer.weight.detach(), layer.bias)
+            monkeypatch.setattr(found, "transposed", None)
+            counts, product = [], found.product
+
+            def counted(hidden: Any, *given: Any, counts=counts, product=product) -> Any:
+                counts.append(hidden.numel() // 48)
+                return product(hidden, *given)
+
+            monkeypatch.setattr(found, "product", counted)
+            for shape in ((48,), (1, 1, 48), (2, 1, 48), (1, 3, 48), (2, 2, 48), (5, 48)):
+                hidden = torch.randn(*shape, dtype=dtype)
+                with torch.no_grad():
+                    torch.testing.assert_close(found(hidden), layer(hidden))
+            assert counts == [max(count, fewest) for count in (1, 1, 2, 3, 4, 5)]
+
+
+def test_where_that_is_is_known_of_each_type():
+    assert packed.fills_up(torch.float16) is False
+    amd = torch.cpu._is_avx512_supported() and not packed.intel()
+    assert packed.fills_up(torch.float32) is amd
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
 @pytest.mark.parametrize("count", [1, 2, 7, 64, packed.MKL.HINT, packed.MKL.HINT + 1, 700])
 def test_mkl_takes_any_number_of_tokens(count):
