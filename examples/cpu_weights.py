@@ -3,12 +3,13 @@
     python examples/cpu_weights.py --out benchmarks/records/cpu-weights.json
 
 All linear layers of a model's shape with random weights, one after the other as a forward runs
-them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN; in
-float32 also for MKL (`--pack` takes that on Intel's processors) and transposed (`--pack` takes that
-for single tokens and small weights, on others); and in 8 bits by torch's own kernels: the weights
-alone, or activations too, rounded by a scale of each token's own, or by one for all tokens of a
-forward. With the last one verified decoding could not keep its text: a token's logits would depend
-on the others. Attention, norms and Python between layers have no part in it.
+them, for 1 to 16 tokens: in float32 and bfloat16, as torch keeps them and laid out for oneDNN,
+filled up to four tokens where `--pack` does that, and unfilled; in float32 also for MKL (`--pack`
+takes that on Intel's processors) and transposed (`--pack` takes that for single tokens and small
+weights, on others); and in 8 bits by torch's own kernels: the weights alone, or activations too,
+rounded by a scale of each token's own, or by one for all tokens of a forward. With the last one
+verified decoding could not keep its text: a token's logits would depend on the others. Attention,
+norms and Python between layers have no part in it.
 All kinds take turns, so that a machine that slows down slows all of them; medians. A kind that has
 no kernels on this processor is named and left out.
 """
@@ -40,6 +41,12 @@ def plain(weight: Tensor) -> Layer:
 
 def one_dnn(weight: Tensor) -> Layer:
     return packed.OneDNN(weight, None)
+
+
+def one_dnn_unfilled(weight: Tensor) -> Layer:
+    layer = packed.OneDNN(weight, None)
+    layer.fewest = 1
+    return layer
 
 
 def mkl(weight: Tensor) -> Layer:
@@ -81,10 +88,12 @@ def eight_bits_all(weight: Tensor) -> Layer:
 KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
     "float32": (torch.float32, plain),
     "float32, oneDNN": (torch.float32, one_dnn),
+    "float32, oneDNN, unfilled": (torch.float32, one_dnn_unfilled),
     "float32, MKL": (torch.float32, mkl),
     "float32, transposed": (torch.float32, transposed),
     "bfloat16": (torch.bfloat16, plain),
     "bfloat16, oneDNN": (torch.bfloat16, one_dnn),
+    "bfloat16, oneDNN, unfilled": (torch.bfloat16, one_dnn_unfilled),
     "8 bits, weights": (torch.bfloat16, eight_bits),
     "8 bits, each token too": (torch.float32, eight_bits_by_token),
     "8 bits, all tokens too": (torch.float32, eight_bits_all),
@@ -95,7 +104,7 @@ def missing(kind: str) -> str | None:
     """Why this kind of weights can't be made here; None if it can."""
     if kind.endswith("MKL"):
         return None if torch.backends.mkl.is_available() else "this torch is built without MKL"
-    return packed.missing(torch.device("cpu"), KINDS[kind][0]) if kind.endswith("oneDNN") else None
+    return packed.missing(torch.device("cpu"), KINDS[kind][0]) if "oneDNN" in kind else None
 
 
 def forward_seconds(layers: list[tuple[int, Layer]], tokens: dict[int, Tensor]) -> float:
