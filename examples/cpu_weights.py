@@ -93,7 +93,6 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Layer]]] = {
     "float32, transposed": (torch.float32, transposed),
     "bfloat16": (torch.bfloat16, plain),
     "bfloat16, oneDNN": (torch.bfloat16, one_dnn),
-    "bfloat16, oneDNN, unfilled": (torch.bfloat16, one_dnn_unfilled),
     "8 bits, weights": (torch.bfloat16, eight_bits),
     "8 bits, each token too": (torch.float32, eight_bits_by_token),
     "8 bits, all tokens too": (torch.float32, eight_bits_all),

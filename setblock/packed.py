@@ -140,14 +140,9 @@ def kind_for(weight: Tensor) -> type[MKL] | type[OneDNN]:
     return MKL if weight.dtype == torch.float32 and intel() else OneDNN
 
 
-@cache
 def fills_up(dtype: torch.dtype) -> bool:
     """Whether products of four tokens are quicker than of one here."""
-    kernels = {
-        torch.float32: torch.cpu._is_avx512_supported,
-        torch.bfloat16: torch.cpu._is_avx512_bf16_supported,
-    }
-    return not intel() and dtype in kernels and kernels[dtype]()
+    return dtype == torch.float32 and torch.cpu._is_avx512_supported() and not intel()
 
 
 @cache
