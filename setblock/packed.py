@@ -63,7 +63,7 @@ class OneDNN:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         tokens = hidden.numel() // hidden.shape[-1]
-        if tokens < self.fewest:
+        if 0 < tokens < self.fewest:
             four = hidden.new_zeros(self.fewest, hidden.shape[-1])
             four[:tokens] = hidden.reshape(tokens, -1)
             result = self.product(four, self.weight, self.bias, "none", [], "")

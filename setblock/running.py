@@ -93,7 +93,9 @@ class Running:
         return self.room is not None and same and one.model.network is answer.model.network
 
     def begin(self, answers: Sequence[Answer]) -> bool:
-        """Have these come, unless there is no room for them yet; nobody else may be coming."""
+        """Have these come, of the same settings if there are several, unless there is no room for
+        them yet; nobody else may be coming.
+        """
         assert not self.coming, "others are still coming"
         state = self._state
         if state is not None and (self.room is None or len(self) + len(answers) > self.room):

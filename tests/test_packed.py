@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from setblock import adapters, generate, packed
+from setblock import adapters, generate, packed, prompt_cache, state
 from setblock.gated import Addition
 from setblock.loading import load
 from setblock.masks import causal_layout
@@ -97,11 +97,35 @@ def test_few_tokens_are_filled_up_to_four_where_that_is_quicker(bias, dtype, mon
                 return product(hidden, *given)
 
             monkeypatch.setattr(found, "product", counted)
+            assert found(torch.zeros(2, 0, 48, dtype=dtype)).shape == (2, 0, len(layer.weight))
+            counts.clear()
             for shape in ((48,), (1, 1, 48), (2, 1, 48), (1, 3, 48), (2, 2, 48), (5, 48)):
                 hidden = torch.randn(*shape, dtype=dtype)
                 with torch.no_grad():
                     torch.testing.assert_close(found(hidden), layer(hidden))
             assert counts == [max(count, fewest) for count in (1, 1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forwards_that_want_no_logits(checkpoint, monkeypatch, dtype, intel):
+    """Of the first parts of a long prompt, and of what prompts begin with."""
+    if packed.missing(torch.device("cpu"), getattr(torch, dtype)):
+        pytest.skip("no kernels for this type here")
+    monkeypatch.setattr(state, "CHUNK", 4)
+    monkeypatch.setattr(prompt_cache, "ALIKE", 2)
+    plain = load(checkpoint("llama"), dtype=dtype)
+    model = load(checkpoint("llama"), dtype=dtype, pack=True)
+    assert isinstance(model.network.lm_head, PackedLinear)
+    for prompts in ([[5, 9, 30, 7, 8, 41, 6, 7]], [[5, 9, 30], [5, 9, 31]]):
+        for mode in ("ntp", "verified"):
+            found, expected = (
+                generate(one, prompts, mode=mode, max_new_tokens=6, ignore_eos=True)
+                for one in (model, plain)
+            )
+            for one, other in zip(found, expected, strict=True):
+                assert one.num_tokens == other.num_tokens == 6
+                if dtype == "float32":
+                    assert one.token_ids == other.token_ids
 
 
 def test_where_that_is_is_known_of_each_type():
