@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from setblock.unpadded import under_way
+
 NAME = "setblock"  # for set_attn_implementation
 # Queries of a key that are taken at once, on a CPU tokens; longer forwards are bound by arithmetic.
 MOST_ON_CPU, MOST = 2048, 2048
@@ -44,7 +46,26 @@ def attend(
 
     more: softcap and s_aux are those of `scored`. What is none of its business goes to
     transformers' own: training on a GPU or with dropout, long forwards, other masks.
+    Queries of a line of rows, [1, heads, tokens, width], are parted into its rows, and what becomes
+    of them is a line again.
     """
+    line = under_way()
+    if line is None:
+        return _attended(module, query, key, value, attention_mask, scaling, **more), None
+    result = _attended(module, line.rows(query), key, value, attention_mask, scaling, **more)
+    return line.line(result), None
+
+
+def _attended(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    **more: Any,
+) -> Tensor:
+    """What `attend` says of rows."""
     softcap, sinks = more.pop("softcap", None), more.pop("s_aux", None)
     if softcap is not None or sinks is not None:
         if attention_mask is None and query.shape[2] > 1 and module.is_causal:
@@ -52,7 +73,7 @@ def attend(
             attention_mask = torch.ones(1, 1, *shape, dtype=torch.bool, device=query.device).tril()
         dropout = more.get("dropout", 0.0)
         given = query, key, value, attention_mask, scaling, softcap, sinks, dropout
-        return scored(*given).transpose(1, 2).contiguous(), None
+        return scored(*given).transpose(1, 2).contiguous()
     _, heads, length, _ = query.shape
     shared, on_cpu = key.shape[1], query.device.type == "cpu"
     lines = 0 if attention_mask is None else attention_mask.shape[2]
@@ -70,13 +91,13 @@ def attend(
             attention_mask = attention_mask[:, :, :length]
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
-        )
+        )[0]
     # Elsewhere its kernels with a mask are slow, and none has a backward pass.
     if length > 1 and on_cpu and not ready and not torch.is_grad_enabled():
         result = scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scaling, enable_gqa=True
         )
-        return result.transpose(1, 2).contiguous(), None
+        return result.transpose(1, 2).contiguous()
     count = 1
     if attention_mask is not None and can_be_cut(query, key, value):
         count = num_pieces(shared, heads // shared * length, key.shape[2])
@@ -84,7 +105,7 @@ def attend(
         result = folded(query, key, value, attention_mask, scaling)
     else:
         result = in_pieces(query, key, value, attention_mask, scaling, count)
-    return result.transpose(1, 2).contiguous(), None
+    return result.transpose(1, 2).contiguous()
 
 
 def bias_of(mask: Tensor, heads: int, shared: int, dtype: torch.dtype) -> Tensor:

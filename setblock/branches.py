@@ -236,8 +236,11 @@ def drafts_of(
 
 
 def chance_of_copy(matched: Any) -> Any:
-    """That the next token is the one copied, where so many tokens before it matched; of arrays."""
-    return matched / (matched + 2)
+    """That the next token is the one copied, where so many tokens before it matched; of arrays.
+
+    As measured of what SmolLM2-135M answers to questions of many kinds.
+    """
+    return matched / (matched + 2 + 1 * (matched == 1))
 
 
 def looked_up(

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from setblock.masks import CLEAN, PADDING, Layout, visible
 from setblock.transfer import to_device
+from setblock.unpadded import Line
 
 # What a network's forward calls its cache: transformers has a new name for it since 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
@@ -98,8 +99,9 @@ class _Slots:
     longest: int = 0  # of the prefixes
     end: int = 0  # the last slot that any row writes lies before it
     alike: bool = True  # every row writes at `longest`
-    index: Int[Tensor, "batch length"] | None = None  # where rows write that are not alike
-    row: Int[Tensor, "batch 1"] | None = None  # the number of each row, beside `index`
+    index: Tensor | None = None  # [batch, length], where rows write that are not alike
+    row: Tensor | None = None  # [batch, 1], the number of each row, beside `index`
+    line: Line | None = None  # what writes, if it is no rows; the two above are [tokens] then
 
 
 class _PrefixLayer(CacheLayerMixin):
@@ -129,14 +131,18 @@ class _PrefixLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Views of the slots up to the last one written. Writes in place; the only writer."""
+        slots = self.slots
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, end, index = self.slots.longest, self.slots.end, self.slots.index
+            rows = len(key_states) if slots.line is None else slots.line.shape[0]
+            pair = key_states, value_states
+            self.lazy_initialization(*(states.expand(rows, -1, -1, -1) for states in pair))
+        start, end, index = slots.longest, slots.end, slots.index
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if index is None:
                 memory[:, :, start:end] = states
             else:
-                memory[self.slots.row, :, index] = states.transpose(1, 2)
+                states = states.transpose(1, 2)
+                memory[slots.row, :, index] = states if slots.line is None else states[0]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def join(self, other: "_PrefixLayer", longest: int) -> None:
@@ -224,14 +230,22 @@ class PrefixCache(Cache):
         fit &= (queries.block.numpy() == CLEAN) & (queries.document.numpy() != PADDING)
         self.keepable = fit.cumprod(axis=1).sum(axis=1)
 
-    def locate(self, lengths: Int[Tensor, " batch"], num_queries: int) -> None:
+    def locate(
+        self, lengths: Int[Tensor, " batch"], num_queries: int, line: Line | None = None
+    ) -> None:
         """Say where the staged forward of so many tokens a row writes.
 
         lengths: the cache's own, on the device; a graph looks at them anew in each replay.
+        line: those tokens, if they come in a line.
         """
         self.there, slots = lengths, self.slots
-        slots.index = None if slots.alike else self._places(num_queries)
+        slots.line = line
         slots.row = self.memory.numbers(len(lengths), lengths.device)[:, None]
+        if line is not None:
+            [slots.index] = line.line(self._places(num_queries))
+            [slots.row] = line.line(slots.row.expand(-1, num_queries))
+        else:
+            slots.index = None if slots.alike else self._places(num_queries)
 
     def _places(self, num_queries: int) -> Int[Tensor, "batch length"]:
         """Slots that the next forward's query tokens are written to; on the device."""

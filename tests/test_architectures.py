@@ -10,13 +10,14 @@ import torch
 import transformers
 from conftest import make_tokenizer
 from families import WHAT_PEFT_SAYS, known, made, small
+from layouts import decoding_layout
 from networks import load
 from safetensors.torch import load_file, save_file
 
 from setblock import adapters, architectures, generate, model, packed, trial
 from setblock.architectures import TESTED, WITH_TEXT
 from setblock.checkpoint import write_settings
-from setblock.masks import CLEAN, Layout
+from setblock.masks import CLEAN, PADDING, Layout
 from setblock.model import Model
 from setblock.names import ModelError
 
@@ -73,6 +74,28 @@ def test_every_family_runs_in_weights_laid_out_anew(random_model, monkeypatch) -
     assert any(isinstance(layer, packed.PackedLinear) for layer in model.network.modules())
     texts = ids_of(random_model, PROMPTS, mode="ntp")
     assert ids_of(model, PROMPTS, mode="verified", block_size=4) == texts
+
+
+def test_every_family_says_the_same_without_padding(random_model, monkeypatch) -> None:
+    """Rows of different lengths in one line, but where a class calls torch's attention itself."""
+    end = torch.tensor([7, 3])
+    layout = decoding_layout(torch.arange(11).repeat(2, 1), end, end + 4)
+    tokens = torch.where(layout.block == CLEAN, torch.arange(11) + 5, random_model.mask_token_id)
+    real = layout.document != PADDING
+    shapes, run = [], random_model._run
+
+    def heard(tokens: torch.Tensor, *words: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.append(tuple(tokens.shape))
+        return run(tokens, *words)
+
+    monkeypatch.setattr(Model, "_run", staticmethod(heard))
+    found = []
+    for line_of in (model.line_of, lambda layout: None):
+        monkeypatch.setattr(model, "line_of", line_of)
+        found.append(random_model.forward(tokens, layout, random_model.new_cache(2, 20))[real])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    whole = [(2, 11)] if random_model.network.config.model_type == "falcon" else [(1, 18)]
+    assert shapes == [*whole, (2, 11)]
 
 
 def test_every_family_passes_the_trial_of_the_others(random_model, monkeypatch) -> None:

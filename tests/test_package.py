@@ -30,7 +30,7 @@ LEVELS = (
     (
         "solvers",
         "execution",
-        "attention",
+        "unpadded",
         "shared",
         "chain",
         "rows",
@@ -47,6 +47,7 @@ LEVELS = (
     (
         "objective",
         "data",
+        "attention",
         "cache",
         "adapters",
         "nano",
