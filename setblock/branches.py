@@ -19,7 +19,7 @@ from setblock.transfer import to_device, to_host
 from setblock.verified import VerifiedRows
 
 MOST_MATCHED = 16  # tokens of a text's end that are looked for before it
-WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query
+WORTH = 0.2  # chance of being accepted from which on a copied token is worth a query, at least
 SURE = 0.6  # chance of a copy's first token from which on no branches stand behind the copy
 
 
@@ -190,6 +190,7 @@ class BranchDrafts(VerifiedRows):
 
         Where the last n tokens stood before, the longest n and the latest place, the next one is
         taken to be the same with the chance of a copy, and so are those behind it, with n growing.
+        Of a copy there are as many tokens as are worth their time in a forward of so many rows.
         """
         copied, run = looked_up(self.tokens, self.start, self.lookup)
         run = run[:, None] + np.arange(self.lookup)
@@ -198,11 +199,16 @@ class BranchDrafts(VerifiedRows):
         offset = np.arange(self.draft.shape[1])
         own = np.where(offset < self.length[:, None], self.confidence, 0).cumprod(axis=1)
         better = reached.sum(axis=1) > own.sum(axis=1)
+        least = self.model.worth(len(better))
+        pays = better[:, None] & (reached >= max(least, WORTH))
+        if not self.model.leaves_padding_out:  # a token widens all rows
+            pays &= np.where(pays, reached, 0).mean(axis=0) >= least
+        better = pays[:, 0]
         self.copied, self.sure = better, better & (chance[:, 0] >= SURE)
         self.draft[better, : self.lookup] = copied[better]
         self.confidence[better, : self.lookup] = chance[better]
         self.runners[better] = self.model.mask_token_id
-        length = np.minimum(self._useful(self.draft), (reached >= WORTH).sum(axis=1))
+        length = np.minimum(self._useful(self.draft), pays.sum(axis=1))
         self.length = np.where(better, length, self.length)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
+from setblock.branches import SURE
 from setblock.grammar import Grammar, compiled
 from setblock.masks import MOST_SLOTS
 from setblock.model import Conversation, Model
@@ -131,8 +132,7 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
             )
         given |= {**model.drafting, **typed}
         tuned = "block_size" in model.drafting
-        lookup = model.drafting.get("lookup", 0)
-        if "lookup" not in typed and not tuned and not model.copies_pay(lookup, rows):
+        if "lookup" not in typed and not tuned and model.worth(rows) >= SURE:
             given["lookup"] = 0
         fixed_size = tuned or "block_size" in typed
         drafting = "draft" in typed or given.get("lenience", 1) != 1

@@ -79,7 +79,8 @@ def device(name: str, weights: str | None = None, cache: str | None = None) -> D
 def device_of(place: torch.device, dtype: torch.dtype) -> Device:
     """Where a model runs: a known GPU by its data sheet, a CPU as a middling one.
 
-    Not as measured: what follows from it should be the same the next time. A GPU without a sheet,
+    Not as measured: what follows from it should be the same the next time, with as many threads. A
+    GPU without a sheet,
     or computing in a type that the sheet does not have, is measured after all, once a process.
     """
     size = float(dtype.itemsize)
@@ -88,9 +89,9 @@ def device_of(place: torch.device, dtype: torch.dtype) -> Device:
         # for each further token there.
         return Device("a cpu with AMX", 5e11, 5e11, 2e10, size, size, size, overlapping=False)
     if place.type == "cpu":
-        flops = 4e11 / size  # 100 billion in float32
-        # Products of few rows wait for their weights: a forward of SmolLM2-135M takes 41 ms for one
-        # token and 2 ms more for each other one from the second on, of two cores.
+        # Products of few rows wait for their weights: a forward of SmolLM2-135M in float32 takes 41
+        # to 50 ms for one token, and for each other one 4 ms more on one core, 2 ms on two.
+        flops = 2.6e11 / size * torch.get_num_threads()
         return Device("a middling cpu", flops, flops, 2e10, size, size, size, overlapping=False)
     if place.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         words = set(re.split(r"\W+", torch.cuda.get_device_name(place).lower()))

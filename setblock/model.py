@@ -166,6 +166,16 @@ class Model:
         return self._compiled is not None or self._graphs is not None
 
     @property
+    def leaves_padding_out(self) -> bool:
+        """Whether forwards behind a cache do, of rows of different lengths.
+
+        On a CPU each token costs; elsewhere parting rows costs more than padding, mostly.
+        """
+        config = self.network.config
+        ours = config._attn_implementation == attention.NAME and config.model_type in TESTED
+        return ours and self.device.type == "cpu" and not self.compiled
+
+    @property
     def replays(self) -> bool:
         """Whether forwards are replayed as graphs, which hold a cache's memory in its place."""
         return self._graphs is not None
@@ -185,7 +195,7 @@ class Model:
         """Memory that the weights need, shared ones once, and the keys and values of so many
         tokens. Packed, a head that is the embedding is held twice.
         """
-        sizes = machines.dimensions_of(self.network.config)
+        sizes = self._dimensions
         return self.weight_bytes + 2 * sizes.layers * sizes.cache * tokens * self.dtype.itemsize
 
     def forward(
@@ -229,8 +239,7 @@ class Model:
             if wanted and tokens.shape[1] <= MOST_COMPILED and behind:
                 run, replayed = self._compiled or self._run, self._graphs
             cache.stage(layout)
-            plain = run == self._run and replayed is None
-            if plain and (line := self._line(layout)) is not None:
+            if self.leaves_padding_out and (line := line_of(layout)) is not None:
                 return self._in_line(line, tokens, layout, cache, logits_at)
         whole = logits_at is None
         forward = functools.partial(self._there, run, layout, cache, whole)
@@ -267,14 +276,6 @@ class Model:
             mask = decoding_mask(self.network, queries, cache, self._windows)
         with gated.opened(self.network, layout, queries) as told:
             return run(tokens, position, mask, cache, None if whole else picked, told)
-
-    def _line(self, layout: Layout) -> Line | None:
-        """The tokens of a forward one behind another, where some are padding and leaving that out
-        saves time, on a CPU; None elsewhere, and for networks that the tests do not know.
-        """
-        config = self.network.config
-        ours = config._attn_implementation == attention.NAME and config.model_type in TESTED
-        return line_of(layout) if ours and self.device.type == "cpu" else None
 
     def _in_line(
         self,
@@ -374,25 +375,24 @@ class Model:
     def best_spending(self, block_size: int, rows: int, **fixed: Any) -> roofline.Spending:
         """Block length and branches of verified decoding that cost least on such a machine."""
         return roofline.best_spending(
-            machines.dimensions_of(self.network.config),
+            self._dimensions,
             machines.device_of(self.device, self.dtype),
             block_size,
             rows,
             acceptance=self.acceptance,
             dispatch_s=self._dispatch_s,
+            additions_s=roofline.ADDITIONS_S if self.gated and self._graphs is None else 0.0,
             **fixed,
         )
 
-    def copies_pay(self, lookup: int, rows: int) -> bool:
-        """Whether copying up to `lookup` tokens is quicker than none on such a machine."""
+    def worth(self, rows: int) -> float:
+        """The chance from which on a drafted token pays on such a machine; see roofline.worth."""
         device = machines.device_of(self.device, self.dtype)
-        return roofline.copies_pay(
-            machines.dimensions_of(self.network.config),
-            device,
-            lookup,
-            rows,
-            dispatch_s=self._dispatch_s,
-        )
+        return roofline.worth(self._dimensions, device, rows, dispatch_s=self._dispatch_s)
+
+    @functools.cached_property
+    def _dimensions(self) -> roofline.Dimensions:
+        return machines.dimensions_of(self.network.config)
 
     @property
     def _dispatch_s(self) -> float:

@@ -203,13 +203,10 @@ ACCEPTANCE = 0.8
 BLIND = 1.45
 HITS = {0: 0.0, 1: 0.18, 2: 0.28, 4: 0.43}
 PAIR_GAIN = 1.1
-# What forwards with drafts copied from the text yield at least, and how many further tokens they
-# hold on average for each row of a batch, whose widest row sets the width of all: as measured with
-# SmolLM2-135M on word problems.
-COPIED = 1.4
-COPIED_WIDTH = 0.4
 # Of a layer in a forward that Python drives, whatever the number of tokens.
 DISPATCH_S = 5e-4
+# Likewise, of what a gated adapter adds in a layer: small products that wait for their calls.
+ADDITIONS_S = 4e-4
 MOST_WEIGHED = 64  # tokens of a block, and branches
 
 
@@ -227,13 +224,15 @@ def best_spending(
     one_forward: bool = False,
     pairs: bool = True,
     dispatch_s: float = DISPATCH_S,
+    additions_s: float = 0.0,
 ) -> Spending:
     """The block length, up to `block_size`, branches and seeds with the least seconds per token.
 
-    A forward costs what `forward_s` says and dispatch_s a layer, and yields `expected_tokens`. The
-    form of two forwards a cycle has fewer query tokens, and its drafts have seen the token before
-    them; as it gives up the bound on forwards, it must be quicker by PAIR_GAIN. A second draft
-    forward is not weighed: nothing here says how much better it would draft.
+    A forward costs what `forward_s` says and dispatch_s a layer, with masks additions_s a layer
+    besides, and yields `expected_tokens`. The form of two forwards a cycle has fewer query tokens,
+    and its drafts have seen the token before them; as it gives up the bound on forwards, it must be
+    quicker by PAIR_GAIN. A second draft forward is not weighed: nothing here says how much better
+    it would draft.
     branches, seeds, fixed_size and one_forward hold what is not to be chosen. A block of 1 says
     that drafting does not pay; that is no answer to somebody who asked for some of these.
     Without `pairs` the form of two forwards is not weighed, nor, as weighing takes time that grows
@@ -244,6 +243,7 @@ def best_spending(
     def seconds(queries: int) -> float:
         return driven_s(dimensions, device, queries, batch, cached, dispatch_s)
 
+    additions = additions_s * dimensions.layers
     one_forward = one_forward or branches is not None or seeds is not None
     best = None if fixed_size or one_forward else Spending(1, 1, 0, 1.0, seconds(1))
     pair = None
@@ -252,14 +252,14 @@ def best_spending(
         if pairs and not one_forward:
             chances = (_accepted(n, size, acceptance) for n in range(size))
             tokens = 1 + sum(n * chance for n, chance in enumerate(chances))
-            time = 2 * seconds(size)
+            time = 2 * seconds(size) + additions
             if pair is None or time / tokens < pair.seconds_per_token:
                 pair = Spending(size, 0, 0, tokens / 2, time / tokens)
         counts = range(1, min(size, MOST_WEIGHED) + 1)
         for count in counts if branches is None else (min(branches, size),):
             for more in HITS if seeds is None else (seeds,):
                 tokens, drafted = expected_tokens(size, count, more, acceptance)
-                full = seconds(size + size * count * (1 + more))
+                full = seconds(size + size * count * (1 + more)) + additions
                 time = drafted * full + (1 - drafted) * seconds(1 + size)
                 if best is None or time / tokens < best.seconds_per_token:
                     best = Spending(size, count, more, tokens, time / tokens)
@@ -269,21 +269,23 @@ def best_spending(
     return best
 
 
-def copies_pay(
+@functools.lru_cache(maxsize=1024)
+def worth(
     dimensions: Dimensions,
     device: Device,
-    lookup: int,
     batch: int = 1,
     cached: int = 512,
     dispatch_s: float = DISPATCH_S,
-) -> bool:
-    """Whether drafts of up to `lookup` copied tokens yield more than their forwards cost."""
+) -> float:
+    """The chance of being accepted from which on one more drafted token is worth its time.
 
-    none, some = (
-        driven_s(dimensions, device, queries, batch, cached, dispatch_s)
-        for queries in (1, 1 + min(lookup, COPIED_WIDTH * batch))
+    A forward of `batch` rows yields a token of each. With a second one in each row it takes this
+    part of its time longer.
+    """
+    one, two = (
+        driven_s(dimensions, device, queries, batch, cached, dispatch_s) for queries in (1, 2)
     )
-    return some < COPIED * none
+    return two / one - 1
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -396,7 +396,8 @@ def simulated_graphs(monkeypatch) -> list[Any]:
     """CUDA graphs on the CPU; what has been recorded so far."""
     import tape
 
-    from setblock import graphs
+    from setblock import graphs, roofline
+    from setblock.model import Model
 
     recorded: list[Any] = []
 
@@ -407,4 +408,7 @@ def simulated_graphs(monkeypatch) -> list[Any]:
     monkeypatch.setattr(graphs, "on_cuda", lambda network: True)
     monkeypatch.setattr(graphs, "new_pool", object)
     monkeypatch.setattr(graphs, "record", record)
+    # As there: padding stays, and a further token costs nothing.
+    monkeypatch.setattr(Model, "leaves_padding_out", False)
+    monkeypatch.setattr(roofline, "worth", lambda *given, **more: 0.0)
     return recorded

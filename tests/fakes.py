@@ -180,8 +180,12 @@ class TableModel(Model):
         branches = fixed.get("branches") or block_size
         return Spending(block_size, branches, fixed.get("seeds") or 0, 1.0, 1.0)
 
-    def copies_pay(self, lookup: int, rows: int) -> bool:
-        return rows < 4
+    def worth(self, rows: int) -> float:
+        return 0.0 if rows < 4 else 1.0
+
+    @property
+    def leaves_padding_out(self) -> bool:
+        return True
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if chat and not self.chat:

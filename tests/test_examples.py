@@ -436,6 +436,30 @@ def test_what_takes_the_networks_place_says_one_text(monkeypatch):
     assert [one.nfe for one in answers[:2]] == [41, 1 + 40 // 8]
 
 
+def test_copied_tokens(tmp_path, monkeypatch):
+    """Tokens behind the first of an answer; those that match nothing are left out."""
+    copied_tokens, run_here = imported(monkeypatch, "copied_tokens")
+    prompt, answer = [5, 6, 7, 5], (6, 7, 8, 5, 9)
+    counts = {(2, True): 1, (3, False): 1, (1, False): 1}
+    assert copied_tokens.found(prompt, answer) == counts
+    file, out = tmp_path / "rows.jsonl", tmp_path / "record.json"
+    rows = [{"question": f"Add {n} and 2.", "answer": f"#### {n + 2}"} for n in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["nano", f"gsm8k={file}", "--each", 3, "--max-new-tokens", 12, "--batch-size", 2]
+    text = run_here(*words, "--dtype", "float32", "--out", out)
+    record = json.loads(out.read_text())
+    assert record["tasks"]["gsm8k"]["questions"] == 3
+    assert record["results"]
+    for line in record["results"]:
+        assert f"| {line['matched']} | {line['looked_up']} | {line['right']:.2f} |" in text
+        assert line["assumed"] == pytest.approx(
+            0.25 if line["matched"] == 1 else line["matched"] / (line["matched"] + 2)
+        )
+    for wrong in ("gsm9k=rows", f"gsm8k={tmp_path}/none"):
+        run("copied_tokens.py", "nano", wrong, "--out", out, code=2)
+    run("copied_tokens.py", "no/model", f"gsm8k={file}", code=2)
+
+
 def test_long_prompt(tmp_path, monkeypatch):
     long_prompt, run_here = imported(monkeypatch, "long_prompt")
     started = SimpleNamespace(run=lambda words, **_: forked.run(words, Path.cwd()))

@@ -45,7 +45,7 @@ def test_tokens_are_the_same(checkpoint, simulated_graphs, kind, way):
 
 def test_arithmetic_counts_launches_where_there_are_some(checkpoint, simulated_graphs, monkeypatch):
     counted = []
-    for name in ("best_spending", "copies_pay"):
+    for name in ("best_spending", "worth"):
         found = getattr(roofline, name)
 
         def told(*given, found=found, **options):
@@ -56,7 +56,7 @@ def test_arithmetic_counts_launches_where_there_are_some(checkpoint, simulated_g
     for compile, dispatch_s in (("off", roofline.DISPATCH_S), ("graphs", 0)):
         model = load(checkpoint(), compile=compile)
         model.best_spending(8, 1)
-        model.copies_pay(8, 1)
+        model.worth(1)
         assert counted[-2:] == [dispatch_s] * 2
 
 

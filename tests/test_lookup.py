@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import reference
 import torch
 from fakes import TableModel
@@ -45,7 +46,8 @@ def test_a_text_that_repeats_itself_is_copied_in_as_many_forwards_as_the_slow_wa
             draft, run = reference.looked_up(whole[:known], lookup, MOST_MATCHED)
             chance, accepted = 1.0, 0
             for offset, token in enumerate(draft[: len(whole) - known - 1] if run else []):
-                chance *= (run + offset) / (run + offset + 2)
+                matched = run + offset
+                chance *= 0.25 if matched == 1 else matched / (matched + 2)
                 if chance < WORTH or token != whole[known + offset]:
                     break
                 accepted += 1
@@ -64,6 +66,34 @@ def test_a_sure_draft_is_not_given_up_for_a_copy_that_promises_less() -> None:
     [both] = generate(model, [[20, 21]], **options, lookup=8)
     assert both.token_ids == own.token_ids
     assert both.nfe == own.nfe
+
+
+@pytest.mark.parametrize(
+    ("padded", "worth", "lengths"),
+    [
+        (False, 0.0, [4, 0]),
+        (False, 0.25, [3, 0]),
+        (False, 0.45, [1, 0]),
+        (False, 0.7, [0, 0]),
+        (True, 0.0, [4, 0]),
+        (True, 0.25, [1, 0]),
+        (True, 0.35, [0, 0]),
+    ],
+)
+def test_as_much_is_copied_as_is_worth_its_time(monkeypatch, padded, worth, lengths) -> None:
+    """Three tokens match: chances are 0.6, 0.4, 0.29 and 0.21, and half of it for two rows that
+    each token widens.
+    """
+    model = TableModel.spelling("abc", start=2)
+    monkeypatch.setattr(TableModel, "worth", lambda model, rows: worth if rows == 2 else 1.0)
+    monkeypatch.setattr(TableModel, "leaves_padding_out", not padded)
+    run = settings_for(model, mode="verified", block_size=1, lookup=6, max_new_tokens=40)
+    prompts = [[5, 6, 7, 8, 9, 5, 6, 7], [10, 11, 12, 13]]
+    state = BranchDrafts(model, prompts, [0, 1], run)
+    state._look_up()
+    assert state.length.tolist() == lengths
+    assert state.draft[0, : lengths[0]].tolist() == [8, 9, 5, 6][: lengths[0]]
+    assert state.copied.tolist() == state.sure.tolist() == [lengths[0] > 0, False]
 
 
 def test_a_branch_behind_fewer_tokens_than_were_accepted_still_drafts() -> None:

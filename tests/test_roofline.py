@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +31,13 @@ from setblock.roofline import (
     Dimensions,
     Experts,
     best_spending,
-    copies_pay,
+    driven_s,
     expected_tokens,
     fitted_acceptance,
     forward_s,
     speedup,
     tables,
+    worth,
 )
 
 LLAMA_8B = MODELS["llama-3.1-8b"]
@@ -328,15 +330,36 @@ def test_copies_alone_beside_no_drafts() -> None:
     assert best_spending(LLAMA_8B, machine, 16, 64, 16, 0.95, pairs=False).branches > 0
 
 
-def test_copies_pay_until_a_batch_computes() -> None:
+def test_a_token_has_to_be_surer_in_a_batch_that_computes() -> None:
+    """What a second token in each row adds to a forward, as a part of it."""
     middling = Device("", 1e11, 1e11, 2e10, 4.0, 4.0, 4.0, overlapping=False)
     small = MODELS["smollm2-135m"]
-    assert [copies_pay(small, middling, 8, rows) for rows in (1, 2, 4, 8, 16)] == [True] * 3 + [
-        False
-    ] * 2
-    assert copies_pay(small, middling, 1, 8), "one column costs little"
-    pays = [copies_pay(LLAMA_8B, device("h200"), 8, rows) for rows in (1, 16, 512)]
-    assert pays == [True, True, False]
+    chances = [worth(small, middling, rows) for rows in (1, 2, 4, 8, 16)]
+    assert chances == pytest.approx([0.07, 0.12, 0.21, 0.33, 0.45], abs=0.01)
+    one, two = (driven_s(small, middling, count, 4, 512, DISPATCH_S) for count in (1, 2))
+    assert one * (1 + worth(small, middling, 4)) == pytest.approx(two)
+    assert worth(small, middling, 4, dispatch_s=0.0) > worth(small, middling, 4)
+    chances = [worth(LLAMA_8B, device("h200"), rows) for rows in (1, 16, 512)]
+    assert chances[0] < chances[1] < 0.05
+    assert chances[2] > 0.2
+
+
+def test_additions_of_a_gated_adapter_are_weighed() -> None:
+    """Where they take as long as the layers, masks do not pay; nothing else is any dearer."""
+    middling = Device("", 1e11, 1e11, 2e10, 4.0, 4.0, 4.0, overlapping=False)
+    small = MODELS["smollm2-135m"]
+    free, dear = (
+        best_spending(small, middling, 8, pairs=pairs, additions_s=seconds)
+        for pairs, seconds in ((False, 0.0), (True, 2e-3))
+    )
+    assert free.block_size > 1
+    assert dear == best_spending(small, middling, 1)
+    held: Any = {"fixed_size": True, "branches": 1, "seeds": 0}
+    plain = best_spending(small, middling, 4, **held)
+    more = best_spending(small, middling, 4, additions_s=1e-3, **held)
+    _, drafted = expected_tokens(4, 1, 0, ACCEPTANCE)
+    added = (more.seconds_per_token - plain.seconds_per_token) * plain.tokens_per_forward
+    assert added == pytest.approx(drafted * 1e-3 * small.layers)
 
 
 def test_a_better_drafter_gets_longer_blocks_and_a_larger_batch_shorter_ones() -> None:
@@ -407,13 +430,17 @@ def test_acceptance_is_found_again(spent, rate) -> None:
 
 def test_the_machine_of_a_model(monkeypatch) -> None:
     """Known GPUs by whole words of their names; a CPU by a fixed sheet, so that runs repeat."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     cpu = device_of(torch.device("cpu"), torch.float32)
     assert cpu == device_of(torch.device("cpu"), torch.float32)
-    assert cpu.linear_flops == 1e11
-    for has_tiles, flops in ((False, 2e11), (True, 5e11)):
+    assert cpu.linear_flops == 1.3e11
+    for has_tiles, flops in ((False, 2.6e11), (True, 5e11)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_tiles: has)
         assert device_of(torch.device("cpu"), torch.float32) == cpu
         assert device_of(torch.device("cpu"), torch.bfloat16).linear_flops == flops
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        assert device_of(torch.device("cpu"), torch.float32).linear_flops == 0.65e11
     place = torch.device("cuda")
     measured = Device("measured", 1.0, 1.0, 1.0)
     monkeypatch.setattr("setblock.machines._measured", lambda place, dtype: measured)
@@ -442,5 +469,6 @@ def test_a_cpu_moves_and_computes_one_after_the_other() -> None:
     assert whole == pytest.approx(moving + computing)
     overlapping = forward_s(model, replace(cpu, overlapping=True), 6, cached=128)
     assert max(moving, computing) <= overlapping < whole
-    best = best_spending(model, cpu, 6, acceptance=0.71)
+    two_cores = replace(cpu, linear_flops=1e11, attention_flops=1e11)
+    best = best_spending(model, two_cores, 6, acceptance=0.71)
     assert (best.block_size, best.branches, best.seeds) == (3, 1, 0), "as the clock says, too"

@@ -35,14 +35,15 @@ def test_it_writes_the_text_of_its_base_in_fewer_forwards(smollm2):
     assert answer.nfe < plain.nfe
 
 
-def test_what_it_chooses_for_a_batch_in_float32(smollm2):
+@pytest.mark.parametrize(("threads", "blocks"), [(1, [3, 1, 1, 1, 1]), (2, [5, 3, 1, 1, 1])])
+def test_what_it_chooses_for_a_batch_in_float32(smollm2, monkeypatch, threads, blocks):
     """Copies and drafts, copies alone, nothing."""
     assert smollm2.dtype == torch.float32
-    found = [settings_for(smollm2, rows) for rows in (1, 2, 4, 8)]
-    chosen = [(one.block_size, one.branches, one.lookup) for one in found]
-    assert chosen == [(3, 1, 8), (2, 1, 8), (1, 1, 8), (1, 1, 0)]
-    assert [smollm2.copies_pay(most, 8) for most in (1, 8)] == [True, False]
-    held = settings_for(smollm2, 8, block_size=8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = [settings_for(smollm2, rows) for rows in (1, 2, 4, 8, 256)]
+    assert [one.block_size for one in found] == blocks
+    assert [(one.branches, one.lookup) for one in found] == [(1, 8)] * 4 + [(1, 0)]
+    held = settings_for(smollm2, 256, block_size=8)
     assert (held.draft, held.branches, held.lookup) == ("branches", 1, 0), "no pairs of forwards"
 
 

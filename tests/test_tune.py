@@ -26,6 +26,12 @@ def model(checkpoint):
     return load(checkpoint("llama", settings={"trained": True, "block_size": 4}), dtype="float32")
 
 
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    """What arithmetic chooses depends on them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
 @pytest.fixture
 def items():
     return nano.problems("json", "validation", 40)
