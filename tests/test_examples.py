@@ -460,6 +460,30 @@ def test_copied_tokens(tmp_path, monkeypatch):
     run("copied_tokens.py", "no/model", f"gsm8k={file}", code=2)
 
 
+def test_padding_cost(tmp_path):
+    out = tmp_path / "record.json"
+    words = [
+        "--model",
+        "nano",
+        "--rows",
+        "3,1",
+        "--cached",
+        8,
+        "--repeats",
+        2,
+        "--dtype",
+        "float32",
+    ]
+    text = run("padding_cost.py", *words, "--out", out)
+    [line] = json.loads(out.read_text())["results"]
+    assert line["rows"] == [3, 1]
+    assert f"| 3,1 | {line['padded_s'] * 1e3:.1f} | {line['without_s'] * 1e3:.1f} |" in text
+    low, high = line["speedup_range"]
+    assert low <= line["speedup"] <= high
+    for wrong in ("3;1", "3,0"):
+        run("padding_cost.py", "--model", "nano", "--rows", wrong, code=2)
+
+
 def test_long_prompt(tmp_path, monkeypatch):
     long_prompt, run_here = imported(monkeypatch, "long_prompt")
     started = SimpleNamespace(run=lambda words, **_: forked.run(words, Path.cwd()))
