@@ -331,16 +331,16 @@ def test_copies_alone_beside_no_drafts() -> None:
 
 
 def test_a_token_has_to_be_surer_in_a_batch_that_computes() -> None:
-    """What a second token in each row adds to a forward, as a part of it."""
+    """By what a second token in each row adds to a forward, as a part of it."""
     middling = Device("", 1e11, 1e11, 2e10, 4.0, 4.0, 4.0, overlapping=False)
     small = MODELS["smollm2-135m"]
     chances = [worth(small, middling, rows) for rows in (1, 2, 4, 8, 16)]
-    assert chances == pytest.approx([0.07, 0.12, 0.21, 0.33, 0.45], abs=0.01)
+    assert chances == pytest.approx([0.09, 0.16, 0.27, 0.42, 0.58], abs=0.01)
     one, two = (driven_s(small, middling, count, 4, 512, DISPATCH_S) for count in (1, 2))
-    assert one * (1 + worth(small, middling, 4)) == pytest.approx(two)
+    assert one * (1 + worth(small, middling, 4) / 1.3) == pytest.approx(two)
     assert worth(small, middling, 4, dispatch_s=0.0) > worth(small, middling, 4)
     chances = [worth(LLAMA_8B, device("h200"), rows) for rows in (1, 16, 512)]
-    assert chances[0] < chances[1] < 0.05
+    assert chances[0] < chances[1] < 0.07
     assert chances[2] > 0.2
 
 
