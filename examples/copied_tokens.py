@@ -1,6 +1,6 @@
 """How often a copied token is right, by how many tokens before it match.
 
-    python examples/copied_tokens.py smollm2 gsm8k=gsm8k.jsonl spec-bench=question.jsonl
+    python examples/copied_tokens.py smollm2 gsm8k=gsm8k.jsonl prompts=question.jsonl
 
 The model answers questions token by token; then each token of its answers is looked up in the text
 before it, as `--lookup` does. What `branches.chance_of_copy` assumes stands beside what was found.

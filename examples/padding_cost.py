@@ -51,7 +51,7 @@ def seconds(model: Model, cache: Any, lengths: list[int]) -> float:
 def main(
     model: Annotated[str, typer.Option(help="MODEL to time.")] = "smollm2",
     rows: Annotated[list[str], typer.Option(help="Tokens of each row; may be repeated.")] = ROWS,
-    cached: Annotated[int, typer.Option(help="Tokens of each row in the cache.", min=1)] = 200,
+    cached: Annotated[int, typer.Option(help="Of a row in the cache.", min=1, max=4096)] = 200,
     repeats: Annotated[int, typer.Option(help="Pairs of forwards.", min=1)] = 15,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     out: Annotated[Path, typer.Option(help="The record.")] = Path(

@@ -199,7 +199,8 @@ class BranchDrafts(VerifiedRows):
         offset = np.arange(self.draft.shape[1])
         own = np.where(offset < self.length[:, None], self.confidence, 0).cumprod(axis=1)
         better = reached.sum(axis=1) > own.sum(axis=1)
-        least = self.model.worth(len(better))
+        # With lenience drafts decide about tokens, which shall be the same whatever is beside them.
+        least = self.model.worth(len(better)) if self.settings.lenience == 1 else 0.0
         pays = better[:, None] & (reached >= max(least, WORTH))
         if not self.model.leaves_padding_out:  # a token widens all rows
             pays &= np.where(pays, reached, 0).mean(axis=0) >= least

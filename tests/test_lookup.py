@@ -70,7 +70,7 @@ def test_a_sure_draft_is_not_given_up_for_a_copy_that_promises_less() -> None:
 
 @pytest.mark.parametrize(
     ("padded", "worth", "lengths"),
-    [
+    [  # of two rows
         (False, 0.0, [4, 0]),
         (False, 0.25, [3, 0]),
         (False, 0.45, [1, 0]),
@@ -94,6 +94,21 @@ def test_as_much_is_copied_as_is_worth_its_time(monkeypatch, padded, worth, leng
     assert state.length.tolist() == lengths
     assert state.draft[0, : lengths[0]].tolist() == [8, 9, 5, 6][: lengths[0]]
     assert state.copied.tolist() == state.sure.tolist() == [lengths[0] > 0, False]
+
+
+def test_with_lenience_no_copy_is_cut_for_its_cost(monkeypatch) -> None:
+    """There drafts decide about tokens, and rows beside a row must not."""
+    model = TableModel.spelling("abc", start=2)
+    monkeypatch.setattr(TableModel, "worth", lambda model, rows: 1.0)
+    lengths = []
+    for lenience in (1.0, 0.5):
+        run = settings_for(
+            model, mode="verified", block_size=2, lookup=6, max_new_tokens=40, lenience=lenience
+        )
+        state = BranchDrafts(model, [[5, 6, 7, 8, 9, 5, 6, 7]], [0], run)
+        state._look_up()
+        lengths.append(int(state.length[0]))
+    assert lengths == [0, 4]
 
 
 def test_a_branch_behind_fewer_tokens_than_were_accepted_still_drafts() -> None:
