@@ -8,7 +8,7 @@ before it, as `--lookup` does. What `branches.chance_of_copy` assumes stands bes
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -59,8 +59,8 @@ def main(
             raise typer.BadParameter(f"{source}: {error}") from error
         some = items[:: max(len(items) // each, 1)][:each]  # of all parts of a file
         prompts = encode(model, [TASKS[task].prompt(item, (), chat=True) for item in some], True)
-        options = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
-        answers = generate(model, prompts, mode="ntp", **options)
+        options: Any = {"mode": "ntp", "max_new_tokens": max_new_tokens}
+        answers = generate(model, prompts, batch_size=batch_size, **options)
         tasks[task] = {"questions": len(some), "tokens": sum(len(one.token_ids) for one in answers)}
         print(f"{task}: {tasks[task]['tokens']} tokens in {len(some)} answers", flush=True)
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -133,7 +133,7 @@ class _PrefixLayer(CacheLayerMixin):
         """Views of the slots up to the last one written. Writes in place; the only writer."""
         slots = self.slots
         if not self.is_initialized:
-            rows = len(key_states) if slots.line is None else slots.line.shape[0]
+            rows = len(key_states) if slots.line is None else len(slots.line.real)
             pair = key_states, value_states
             self.lazy_initialization(*(states.expand(rows, -1, -1, -1) for states in pair))
         start, end, index = slots.longest, slots.end, slots.index

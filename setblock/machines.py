@@ -79,9 +79,9 @@ def device(name: str, weights: str | None = None, cache: str | None = None) -> D
 def device_of(place: torch.device, dtype: torch.dtype) -> Device:
     """Where a model runs: a known GPU by its data sheet, a CPU as a middling one.
 
-    Not as measured: what follows from it should be the same the next time, with as many threads. A
-    GPU without a sheet,
-    or computing in a type that the sheet does not have, is measured after all, once a process.
+    Not as measured: what follows from it should be the same the next time, with as many threads.
+    A GPU without a sheet, or computing in a type that the sheet does not have, is measured after
+    all, once a process.
     """
     size = float(dtype.itemsize)
     if place.type == "cpu" and dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():

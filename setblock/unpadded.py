@@ -21,13 +21,11 @@ from setblock.masks import CLEAN, PADDING, Layout
 class Line:
     """A batch's tokens without padding, on the host: first the clean ones, then the noisy ones.
 
-    shape: (batch, length) of the rows.
     real    [batch, length] where no padding stands
     places  [tokens] where each token stands in the rows, one row behind another
     tokens  [batch * length] which token stands there; any for padding
     """
 
-    shape: tuple[int, int]
     real: Bool[Tensor, "batch length"]
     places: Int[Tensor, " tokens"]
     tokens: Int[Tensor, " places"]
@@ -38,7 +36,7 @@ class Line:
 
     def rows(self, line: Tensor) -> Tensor:
         """[batch, heads, length, width] of [1, heads, tokens, width]; any token's for padding."""
-        return line[0].index_select(1, self.tokens).unflatten(1, self.shape).transpose(0, 1)
+        return line[0].index_select(1, self.tokens).unflatten(1, self.real.shape).transpose(0, 1)
 
 
 def line_of(layout: Layout) -> Line | None:
@@ -50,8 +48,7 @@ def line_of(layout: Layout) -> Line | None:
     places = np.concatenate([np.flatnonzero(real & ~noisy), np.flatnonzero(noisy)])
     tokens = np.zeros(real.size, dtype=np.int64)
     tokens[places] = np.arange(len(places))
-    arrays = map(torch.from_numpy, (real, places, tokens))
-    return Line(real.shape, *arrays)
+    return Line(*map(torch.from_numpy, (real, places, tokens)))
 
 
 _under_way: ContextVar[Line | None] = ContextVar("line", default=None)
