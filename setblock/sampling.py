@@ -164,14 +164,29 @@ def of_rows(samplers: Sequence[Sampler]) -> Sampler | Samplers:
 
 def penalised(
     logits: Float[Tensor, "batch places vocab"],
-    met: Float[Tensor, "batch places vocab"],
-    said: Float[Tensor, "batch places vocab"],
+    text: Int[Tensor, "batch length"],
+    prompt_end: Int[Tensor, " batch"],
+    start: Int[Tensor, " batch"],
+    drafts: Int[Tensor, "batch drafted"],
     penalties: Float[Tensor, "batch 3"],
 ) -> Float[Tensor, "batch places vocab"]:
-    """Logits less what settings.PENALTIES take from tokens of a text.
+    """Next-token logits of the places from each text's `start` on, less what the penalties of
+    `settings.PENALTIES` take from tokens before a place.
 
-    met: how often a text has each token, prompt and all; said: the answer alone. Places may be one.
+    text: the answer's begin at prompt_end, and from start on there may be any.
+    drafts: the tokens of all places but the last.
     """
+    place = torch.arange(text.shape[1], device=logits.device)
+    final = place < start[:, None]
+    answered = final & (place >= prompt_end[:, None])
+    none = torch.zeros(len(logits), 1, logits.shape[-1], device=logits.device)
+    met = none.scatter_add(2, text[:, None], final[:, None].float())
+    said = none.scatter_add(2, text[:, None], answered[:, None].float())
+    if drafts.shape[1]:
+        more = none.repeat(1, logits.shape[1], 1)
+        more[:, 1:].scatter_(2, drafts[..., None], 1)
+        more = more.cumsum(dim=1)
+        met, said = met + more, said + more
     repetition, presence, frequency = penalties[:, :, None, None].unbind(dim=1)
     logits = logits.float()
     milder = torch.where(logits > 0, logits / repetition, logits * repetition)

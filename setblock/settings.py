@@ -148,7 +148,7 @@ class Settings:
         if told is not None and (type(told) is not int or not 0 <= told <= MOST_LOGPROBS):
             raise ValueError(f"logprobs must be an integer in 0..{MOST_LOGPROBS}, got {told!r}")
         self._check_formats()
-        self._check_penalties()
+        penalties_of(self, self.mode)  # in range
         longest = max(self.block_size, self.lookup + 1)
         lengths = min(self.branches or longest, longest)
         queries = longest + self.block_size * lengths * (1 + self.seeds)
@@ -188,25 +188,10 @@ class Settings:
             got = reprlib.repr(value)
             raise ValueError(f"json_schema must be an object or its JSON text, got {got}")
 
-    def _check_penalties(self) -> None:
-        for name, neutral in PENALTIES.items():
-            value = getattr(self, name)
-            least, most = (0.01, 100) if neutral else (-1000, 1000)  # no logit may overflow
-            known = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (known and least <= value <= most):
-                raise ValueError(f"{name} must be a number in {least}..{most}, got {value!r}")
-        if self.mode == "sbd" and (given := self.penalties):
-            name = next(iter(given))
-            raise ValueError(
-                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
-                f"before it, got {given[name]} in mode sbd"
-            )
-
     @property
     def penalties(self) -> dict[str, float | int]:
         """Those that change something."""
-        told = {name: getattr(self, name) for name in PENALTIES}
-        return {name: value for name, value in told.items() if value != PENALTIES[name]}
+        return penalties_of(self, self.mode)
 
     @cached_property
     def shared(self) -> tuple["Settings", str]:
@@ -259,6 +244,29 @@ class Settings:
     def room(self, left: Any) -> Any:
         """How many tokens an answer has room for where so many positions are left, or arrays."""
         return left // self.stride * self.stride
+
+
+def penalties_of(given: Any, mode: str) -> dict[str, float | int]:
+    """Those of a request's penalties that change something.
+
+    given: has an attribute for each of PENALTIES.
+    Raises: ValueError for a value that is out of range, or has no place in the mode.
+    """
+    found = {}
+    for name, neutral in PENALTIES.items():
+        value = getattr(given, name)
+        least, most = (0.01, 100) if neutral else (-1000, 1000)  # no logit may overflow
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (known and least <= value <= most):
+            raise ValueError(f"{name} must be a number in {least}..{most}, got {value!r}")
+        found |= {name: value} if value != neutral else {}
+    if found and mode == "sbd":
+        name, value = next(iter(found.items()))
+        raise ValueError(
+            f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
+            f"before it, got {value} in mode sbd"
+        )
+    return found
 
 
 def _no(constant: str) -> None:

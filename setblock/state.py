@@ -326,31 +326,19 @@ class Rows:
     def _penalised(
         self,
         logits: Float[Tensor, "batch places vocab"],
-        drafts: Int[ndarray, "batch drafted"] | None = None,
+        drafts: Int[ndarray, "batch drafted"],
     ) -> Float[Tensor, "batch places vocab"]:
         """Next-token logits of the places behind each row's text, with the penalties of tokens that
         it has, and of those drafted before a place.
 
-        drafts: one token fewer than places, the mask token for none; None for text alone.
+        drafts: the tokens of all places but the last, the mask token for none.
         """
         if (self.penalties == list(PENALTIES.values())).all():
             return logits
-        text = self.tokens[:, : int(self.start.max())]
-        place = np.arange(text.shape[1])
-        final = place < self.start[:, None]
-        said = final & (place >= self.prompt_end[:, None])
-        bits = self.penalties.view(np.int32)
-        text, final, said, bits = to_device(logits.device, text, final, said, bits)
-        none = torch.zeros(len(logits), 1, logits.shape[-1], device=logits.device)
-        met = none.scatter_add(2, text[:, None], final[:, None].float())
-        count = none.scatter_add(2, text[:, None], said[:, None].float())
-        if drafts is not None and drafts.shape[1]:
-            [before] = to_device(logits.device, drafts)
-            more = none.repeat(1, logits.shape[1], 1)
-            more[:, 1:].scatter_(2, before[..., None], 1)
-            more = more.cumsum(dim=1)
-            met, count = met + more, count + more
-        return penalised(logits, met, count, bits.to(torch.int32).view(torch.float32))
+        text, bits = self.tokens[:, : int(self.start.max())], self.penalties.view(np.int32)
+        told = text, self.prompt_end, self.start, drafts, bits
+        *told, bits = to_device(logits.device, *told)
+        return penalised(logits, *told, bits.to(torch.int32).view(torch.float32))
 
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""

@@ -146,7 +146,7 @@ def test_penalties_leave_others_as_they_are(checkpoint):
     state = model_state(model, [how, {**how, **PENALTIES[-1]}])
     logits = torch.randn(2, 1, model.vocab_size).to(torch.bfloat16)
     logits[:, :, 5] = -torch.inf
-    found = state._penalised(logits)
+    found = state._penalised(logits, state.tokens[:, :0])
     assert torch.equal(found[0], logits[0].float())
     assert not torch.equal(found[1], logits[1].float())
 

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissing
 from setblock import nano
 from setblock.generation import generate
 from setblock.vllm import sampler
+from setblock.vllm.requests import decoding_of
 
 WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -25,6 +26,14 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"mode": "verified"},
     {"mode": "verified", "solver": "entropy:inf", "block_size": 7},
     {"mode": "ntp"},
+)
+PENALISED: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+    {"repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 1.0},
+    {"frequency_penalty": 0.7, "temperature": 0.8, "seed": 5, "min_p": 0.1},
+    {"temperature": 1.5, "seed": 3, "min_p": 0.3},
+    {},
 )
 
 
@@ -109,6 +118,33 @@ def test_one_request_alone(engine, model, kind):
         agree(engine(kind), reference, [Request(ids[1], way, sampling=sampling)])
 
 
+def penalised(model: Any, count: int, ways: Sequence[dict[str, Any]]) -> list[Request]:
+    """As `mixed`, most of them with penalties or min-p."""
+    plain = mixed(model, count, ways)
+    each = [(one, PENALISED[number % len(PENALISED)]) for number, one in enumerate(plain)]
+    return [replace(one, sampling={**one.sampling, **more}) for one, more in each]
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_penalties(engine, model, kind, asynchronous):
+    served = engine(kind, async_scheduling=asynchronous)
+    ways = [way for way in WAYS if way.get("mode") in ("verified", "ntp")] + [{}]
+    requests = penalised(model(kind), 24, ways)
+    plain = [replace(one, sampling={}) for one in requests]
+    assert answers(served, requests) != answers(served, plain)
+    agree(served, model(kind), requests + mixed(model(kind), 12))
+
+
+def test_penalties_without_a_mode(engine, model):
+    """A request is decoded by the mode that knows them."""
+    [ids] = prompts(model("nano"), 1)
+    params = Request(ids, {}, sampling=PENALISED[0]).params()
+    assert not decoding_of(Request(ids, {}).params(), {"mode": "sbd"}, 16).verified
+    for mode in ("sbd", "verified", "ntp"):
+        assert decoding_of(params, {"mode": mode}, 16).verified
+
+
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -170,10 +206,12 @@ PLAIN = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, prompts = json.load(sys.stdin)
+    model, asked = json.load(sys.stdin)
     engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512)
-    params = SamplingParams(temperature=0.0, max_tokens=60, logit_bias={3: -100.0})  # no masks
-    found = engine.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+    same = {"temperature": 0.0, "max_tokens": 60, "logit_bias": {3: -100.0}}  # no masks
+    params = [SamplingParams(**same, **more) for _, more in asked]
+    prompts = [{"prompt_token_ids": one} for one, _ in asked]
+    found = engine.generate(prompts, params, use_tqdm=False)
     print("ids", json.dumps([list(one.outputs[0].token_ids) for one in found]))
 """
 
@@ -181,11 +219,15 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
 def test_verified_is_vllms_own_next_token_text(engine, model, folder, kind):
     """Not only the reference's: vLLM as it is, in a process of its own, says the same."""
-    ids = prompts(model(kind), 20)
-    found = answers(engine(kind), [Request(one, {"mode": "verified"}) for one in ids])
+    greedy = [more for more in PENALISED if "temperature" not in more]
+    asked = [
+        (ids, greedy[number % len(greedy)]) for number, ids in enumerate(prompts(model(kind), 24))
+    ]
+    way = {"mode": "verified"}
+    found = answers(engine(kind), [Request(ids, way, sampling=more) for ids, more in asked])
     env = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder(kind)), ids]), text=True,
+        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder(kind)), asked]), text=True,
         env=env, capture_output=True, check=True,
     )  # fmt: skip
     [line] = [line for line in done.stdout.splitlines() if line.startswith("ids ")]
@@ -274,9 +316,8 @@ def test_a_budget_that_no_block_fits_into_is_refused(engine):
         ({"logprobs": 0}, {}, "logprobs is not supported"),
         ({"prompt_logprobs": 1}, {}, "prompt_logprobs is not supported"),
         ({"logprob_token_ids": [5]}, {}, "logprob_token_ids is not supported"),
-        ({"presence_penalty": 0.5}, {}, "presence_penalty is not supported"),
-        ({"repetition_penalty": 1.5}, {}, "repetition_penalty is not supported"),
-        ({"min_p": 0.1, "temperature": 1.0}, {}, "min_p is not supported"),
+        ({"presence_penalty": 0.5}, {"mode": "sbd"}, "presence_penalty is for modes ntp and ver"),
+        ({"repetition_penalty": 1e-5}, {}, r"repetition_penalty must be a number in 0.01\.\.100"),
         ({"min_tokens": 3}, {}, "min_tokens is not supported"),
         ({"logit_bias": {3: 1.0}}, {}, "logit_bias is not supported"),
         ({"allowed_token_ids": [3]}, {}, "allowed_token_ids is not supported"),

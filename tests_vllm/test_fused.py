@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine import WAYS, Request, agree, answers, counter, mixed, prompts
+from test_engine import WAYS, Request, agree, answers, counter, mixed, penalised, prompts
 
 from setblock.generation import generate
 from setblock.masks import decoding_layout
@@ -120,6 +120,28 @@ def test_drafts_from_branches(engine, model, kind, caching):
     requests = mixed(model(kind), 32, BRANCHES + WAYS)
     agree(served, model(kind), requests)
     agree(served, model(kind), requests[::-1])
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "chained:llama"])
+def test_penalties(engine, model, kind):
+    served = engine(kind, **FUSED)
+    drafts = {"mode": "verified", "draft": "solver"}
+    requests = penalised(model(kind), 32, (*BRANCHES, drafts, {"mode": "ntp"}))
+    agree(served, model(kind), requests + mixed(model(kind), 12, SLIDING + WAYS))
+
+
+def test_penalties_of_requests_that_lose_their_cache(engine, model):
+    """What was generated before is part of a prompt to vLLM then, not to a penalty."""
+    served = engine(
+        "nano", num_gpu_blocks_override=10, max_model_len=208, block_size=32, max_num_seqs=8,
+        max_num_batched_tokens=60, **FUSED,
+    )  # fmt: skip
+    ids = [one for one in prompts(model("nano"), 20) if len(one) < 90]
+    sampling = {"presence_penalty": 1.5, "frequency_penalty": 0.3}
+    ways = [BRANCHES[number % len(BRANCHES)] for number in range(len(ids))]
+    pairs = zip(ids, ways, strict=True)
+    agree(served, model("nano"), [Request(*one, 100, sampling, ignore_eos=True) for one in pairs])
+    assert counter(served, "vllm:num_preemptions") > 10
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama", "gated:qwen3", "chained:llama"])

@@ -153,7 +153,7 @@ def test_seeds_and_stops(client, model):
         ({}, {"temperature": 3.0}, "temperature"),
         ({}, {"n": 2, "temperature": 1.0}, "n is not supported by set block decoding"),
         ({}, {"logprobs": True}, "logprobs is not supported by set block decoding"),
-        ({}, {"presence_penalty": 1.0}, "presence_penalty is not supported"),
+        ({"mode": "sbd"}, {"presence_penalty": 1.0}, "presence_penalty is for modes ntp and verif"),
         ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
         ({}, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({}, {"tools": [WEATHER]}, 'auto" tool choice requires --enable-auto-tool-choice'),

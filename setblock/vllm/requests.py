@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
-from setblock.settings import DRAFTS, MODES
+from setblock.settings import DRAFTS, MODES, PENALTIES, penalties_of
 from setblock.solvers import ConfidentPrefix, Solver, parse
 
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
@@ -17,6 +17,7 @@ MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none
 COMMITS = "setblock_commits"  # whether each forward of a request commits, see `Decoding.commits`
+NO_PENALTIES = tuple(PENALTIES.values())
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Decoding:
     lossless.
     slide: mode "sbd": a block begins behind the last final token. What the solver reveals is
     without a gap then, and the next forward commits all of it.
+    penalties: as `settings.PENALTIES`, of next-token logits; all neutral in mode "sbd".
     """
 
     verified: bool
@@ -42,6 +44,7 @@ class Decoding:
     lookup: int = 0
     lenience: float | int = 1
     slide: bool = False
+    penalties: tuple[float | int, ...] = NO_PENALTIES
 
     @property
     def commits(self) -> bool:
@@ -61,6 +64,9 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode == "sbd" and "mode" not in extra and penalties_of(params, "ntp"):
+        mode = "verified"  # as `setblock.generate` has it
+    penalties = PENALTIES | penalties_of(params, mode)
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
@@ -95,9 +101,12 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         seed=params.seed or 0,
+        min_p=params.min_p,
     )
     own = parse(solver), size, replace(sampler, seed=0)
-    return Decoding(mode != "sbd", *own, branches, lookup, lenience, slide)
+    return Decoding(
+        mode != "sbd", *own, branches, lookup, lenience, slide, tuple(penalties.values())
+    )
 
 
 def _slides(extra: dict[str, Any], mode: str, solver: str, defaults: dict[str, Any]) -> bool:
@@ -172,10 +181,9 @@ def _refuse(params: Any) -> None:
             f"stop_token_ids: at most {MOST_STOPS} tokens may end a request, got {ends}"
         )
     neutral = {
-        "n": 1, "min_p": 0.0, "min_tokens": 0, "logit_bias": None, "bad_words": None,
-        "allowed_token_ids": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0, "logprobs": None, "prompt_logprobs": None,
-        "logprob_token_ids": None, "structured_outputs": None, "repetition_detection": None,
+        "n": 1, "min_tokens": 0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None,
+        "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
+        "structured_outputs": None, "repetition_detection": None,
     }  # fmt: skip
     for name, value in neutral.items():
         given = getattr(params, name)

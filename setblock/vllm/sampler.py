@@ -12,12 +12,13 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 
 from setblock.branches import SURE, WORTH, chance_of_copy, drafts_of
 from setblock.chain import conditioned
+from setblock.sampling import penalised
 from setblock.solvers import Certain, Predictions
 from setblock.verified import nearly
 from setblock.vllm.copies import looked_up
-from setblock.vllm.requests import Decoding
+from setblock.vllm.requests import NO_PENALTIES, Decoding
 
-NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+NONE_OF_VLLM = SimpleNamespace(output_bin_counts=None)
 # Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
 # vLLM, which measures a step without them, leaves them a share of the memory that does not grow.
 MOST_LOGITS = 2**26
@@ -30,7 +31,7 @@ LIKELY = 0.4
 class BlockSampler:
     """Moves the requests of a step on, from the logits of their forwards."""
 
-    penalties_state = NO_PENALTIES
+    penalties_state = NONE_OF_VLLM
 
     def __init__(self, state: Any, req_states: Any) -> None:
         self.state, self.req_states = state, req_states
@@ -104,9 +105,10 @@ class BlockSampler:
             if seeded:
                 last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
                 hidden = state.model.last_hidden[state.sent(last)]
-                logits = self._clean(state.model.compute_logits(hidden))
+                logits = self._clean(state.model.compute_logits(hidden))[:, None]
+                logits = self._penalised(how, logits, rows, int(ends[some].max()), begins)
                 noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
-                first = sampler.pick(logits[:, None], *noise)[:, 0]
+                first = sampler.pick(logits, *noise)[:, 0]
             blocks = self._new_blocks(first)
             if how.commits:
                 chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
@@ -141,11 +143,13 @@ class BlockSampler:
         block = state.block[slots, :width]
         causal = state.causal[places_on].bool()
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
+        last = int(input_batch.num_computed_tokens_np[places].max())
+        verified = self._penalised(how, scores, slots, last, starts, block)
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
         seeded = self._seeded(how)
         predicted = position + (causal & seeded).long()[:, None]
-        chosen = how.sampler.pick(scores, rows, predicted, seeds)
+        chosen = how.sampler.pick(verified, rows, predicted, seeds)
         open_slots = state.open_slots(block, slots, starts) & ~causal[:, None]
         at = state.sent(input_batch.query_start_loc_np[places, None] + np.arange(index.shape[1]))
         if width > 1 or not seeded:
@@ -158,7 +162,7 @@ class BlockSampler:
 
         if how.verified:
             known = block[:, 1:] != state.mask_token_id
-            agree = known & self._agree(how, scores, chosen, block, slots, predicted)
+            agree = known & self._agree(how, verified, chosen, block, slots, predicted)
             emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
         else:
             emitted = torch.full_like(slots, width)
@@ -202,6 +206,8 @@ class BlockSampler:
         position = starts[:, None] + offset
         block = state.block[slots, :longest]
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
+        last = int(input_batch.num_computed_tokens_np[places].max())
+        scores = self._penalised(how, scores, slots, last, starts, block)
         chosen = how.sampler.pick(scores, rows, position + 1, seeds)
         agree = offset[1:] < widths[:, None]
         if how.branches:
@@ -230,7 +236,6 @@ class BlockSampler:
             chance[some, : size - 1] = right * of_use
         starts_on, text = starts + emitted, None
         if how.lookup:
-            last = int(input_batch.num_computed_tokens_np[places].max())
             text = self._text(slots, last, starts, block)
             text = text.scatter(1, starts_on[:, None], first)
         self._keep_likely(how, slots, blocks, chance, starts_on, text)
@@ -310,6 +315,29 @@ class BlockSampler:
         near = nearly(sampler, scores[:, :-1], rows, places, drafted, how.lenience, seeds)
         near &= ~state.ends(drafted, slots) & ~state.ends(said, slots)
         return agree | (near & ~state.copied[slots, None])
+
+    def _penalised(
+        self, how: Decoding, scores: Tensor, slots: Tensor, last: int, starts: Tensor,
+        block: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Next-token logits of these requests, with the penalties that they ask for: behind each
+        token of their blocks, the first of which stand at `starts`, or without any behind the text
+        before.
+
+        last: the largest of `starts`, or more.
+        """
+        if how.penalties == NO_PENALTIES:
+            return scores
+        if block is None:
+            text = self.req_states.all_token_ids.gpu[slots, :last].long()
+            drafts = text[:, :0]
+        else:
+            text, drafts = self._text(slots, last, starts, block), block[:, 1:]
+            starts = starts + 1
+        prompts = self.req_states.prompt_len.gpu[slots]
+        penalties = self.state.sent(np.array([how.penalties], dtype=np.float32))
+        penalties = penalties.expand(len(slots), -1)
+        return penalised(scores, text, prompts, starts, drafts, penalties)
 
     def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a block may belong to the answer: vLLM would cut it behind its end
