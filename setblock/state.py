@@ -336,9 +336,11 @@ class Rows:
         if (self.penalties == list(PENALTIES.values())).all():
             return logits
         text, bits = self.tokens[:, : int(self.start.max())], self.penalties.view(np.int32)
-        told = text, self.prompt_end, self.start, drafts, bits
-        *told, bits = to_device(logits.device, *told)
-        return penalised(logits, *told, bits.to(torch.int32).view(torch.float32))
+        text, prompt_end, start, before, bits = to_device(
+            logits.device, text, self.prompt_end, self.start, drafts, bits
+        )
+        penalties = bits.to(torch.int32).view(torch.float32)
+        return penalised(logits, text, prompt_end, start, before, penalties)
 
     def _tokens_at(self, position: Int[ndarray, "batch some"]) -> Int[ndarray, "batch some"]:
         """Each row's tokens at these positions; any token behind the last."""

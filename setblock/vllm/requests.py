@@ -16,7 +16,7 @@ OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none
-COMMITS = "setblock_commits"  # whether each forward of a request commits, see `Decoding.commits`
+HOLDS = "setblock_holds"  # of a request, see `Decoding.holds`
 NO_PENALTIES = tuple(PENALTIES.values())
 
 
@@ -51,6 +51,11 @@ class Decoding:
         """Whether each forward commits some tokens and looks at masks behind them."""
         return self.branches or self.slide
 
+    @property
+    def holds(self) -> int:
+        """Tokens before the masks of a forward that commits, at most; 0 if not each does."""
+        return max(self.block_size, 1 + self.lookup) if self.commits else 0
+
 
 def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     """The decoding of a request with these sampling parameters.
@@ -59,14 +64,17 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     Raises: ValueError naming what is not supported or out of range.
     """
     extra = dict(params.extra_args or {})
-    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, COMMITS}):
+    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, HOLDS}):
         raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if mode == "sbd" and "mode" not in extra and penalties_of(params, "ntp"):
-        mode = "verified"  # as `setblock.generate` has it
+    knowing = params.structured_outputs is not None or penalties_of(params, "ntp")
+    if knowing and mode == "sbd" and "mode" not in extra:  # as `setblock.generate` has it
+        mode = "verified"
     penalties = PENALTIES | penalties_of(params, mode)
+    if params.structured_outputs is not None:
+        _check_form(params, mode, defaults)
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
     if not isinstance(solver, str):
         raise ValueError(f"solver must be a text such as entropy:0.1, got {solver!r}")
@@ -107,6 +115,24 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     return Decoding(
         mode != "sbd", *own, branches, lookup, lenience, slide, tuple(penalties.values())
     )
+
+
+def _check_form(params: Any, mode: str, defaults: dict[str, Any]) -> None:
+    """Raises: ValueError where an answer can't be of a given form."""
+    if mode == "sbd":
+        raise ValueError(
+            "structured_outputs are for modes ntp and verified, in which each token is chosen "
+            "knowing all before it, got mode sbd"
+        )
+    if not defaults.get("fused", False):
+        raise ValueError(
+            "structured_outputs need a server that knows the tokens of each forward: they can't be "
+            "had with --no-fused"
+        )
+    if params.ignore_eos:
+        raise ValueError(
+            "structured_outputs can't be used with ignore_eos: they say where the answer ends"
+        )
 
 
 def _slides(extra: dict[str, Any], mode: str, solver: str, defaults: dict[str, Any]) -> bool:
@@ -163,9 +189,11 @@ def width_of(params: Any, served: int) -> int:
     return int((getattr(params, "extra_args", None) or {}).get(WIDTH, served))
 
 
-def commits_always(params: Any) -> bool:
-    """Whether each forward of a request that was accepted commits, see `Decoding.commits`."""
-    return (getattr(params, "extra_args", None) or {}).get(COMMITS, False)
+def holds_of(params: Any) -> int:
+    """How many tokens a forward of a request that was accepted commits or verifies at most, if each
+    forward does; 0 if not.
+    """
+    return int((getattr(params, "extra_args", None) or {}).get(HOLDS, 0))
 
 
 def ends_of(params: Any) -> set[int]:
@@ -183,7 +211,7 @@ def _refuse(params: Any) -> None:
     neutral = {
         "n": 1, "min_tokens": 0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None,
         "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-        "structured_outputs": None, "repetition_detection": None,
+        "repetition_detection": None,
     }  # fmt: skip
     for name, value in neutral.items():
         given = getattr(params, name)
@@ -192,18 +220,24 @@ def _refuse(params: Any) -> None:
 
 
 def install() -> None:
-    """Let vLLM's check of a request for a diffusion model be ours, where the model is ours."""
+    """Let vLLM's checks of a request for a diffusion model be ours, where the model is ours."""
     from vllm import SamplingParams  # type: ignore
     from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
 
     from setblock.vllm import PREFIX
 
-    theirs = SamplingParams._validate_diffusion
+    theirs, of_forms = (
+        SamplingParams._validate_diffusion,
+        SamplingParams._validate_structured_outputs,
+    )
     if getattr(theirs, "of_setblock", False):
         return
 
+    def is_ours(model_config: Any) -> bool:
+        return any(name.startswith(PREFIX) for name in model_config.architectures)
+
     def validate(self: Any, model_config: Any) -> None:
-        if not any(name.startswith(PREFIX) for name in model_config.architectures):
+        if not is_ours(model_config):
             theirs(self, model_config)
             return
         try:
@@ -212,11 +246,29 @@ def install() -> None:
             )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
-        own = {WIDTH: found.block_size, SEED: secrets.randbits(63), COMMITS: found.commits}
+        own = {WIDTH: found.block_size, SEED: secrets.randbits(63), HOLDS: found.holds}
         self.extra_args = {**(self.extra_args or {}), **own}
+
+    def validate_form(self: Any, model_config: Any, *more: Any) -> None:
+        of_forms(self, _InOrder(model_config) if is_ours(model_config) else model_config, *more)
 
     validate.of_setblock = True  # type: ignore[attr-defined]
     SamplingParams._validate_diffusion = validate
+    SamplingParams._validate_structured_outputs = validate_form
+
+
+class _InOrder:
+    """A model's configuration, as of one whose tokens are chosen knowing all before them: vLLM
+    knows no forms of answers for diffusion models.
+    """
+
+    is_diffusion = False
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def settings_of(model_config: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class BlockSampler:
 
     def __init__(self, state: Any, req_states: Any) -> None:
         self.state, self.req_states = state, req_states
+        self.forms: tuple[Tensor, np.ndarray, np.ndarray] | None = None
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """The state has read them."""
@@ -44,6 +45,7 @@ class BlockSampler:
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Any = None) -> Any:
         state, count = self.state, input_batch.num_reqs
+        self.forms = self._forms(input_batch)
         input_batch.has_structured_output_reqs |= state.fused  # then the scheduler reads drafts
         num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
         slots = input_batch.idx_mapping_np[:count]
@@ -107,6 +109,7 @@ class BlockSampler:
                 hidden = state.model.last_hidden[state.sent(last)]
                 logits = self._clean(state.model.compute_logits(hidden))[:, None]
                 logits = self._penalised(how, logits, rows, int(ends[some].max()), begins)
+                logits = self._allowed(logits, places[some])
                 noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
                 first = sampler.pick(logits, *noise)[:, 0]
             blocks = self._new_blocks(first)
@@ -145,6 +148,7 @@ class BlockSampler:
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         last = int(input_batch.num_computed_tokens_np[places].max())
         verified = self._penalised(how, scores, slots, last, starts, block)
+        verified = self._allowed(verified, places)
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
         seeded = self._seeded(how)
@@ -208,6 +212,7 @@ class BlockSampler:
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         last = int(input_batch.num_computed_tokens_np[places].max())
         scores = self._penalised(how, scores, slots, last, starts, block)
+        scores = self._allowed(scores, places)
         chosen = how.sampler.pick(scores, rows, position + 1, seeds)
         agree = offset[1:] < widths[:, None]
         if how.branches:
@@ -338,6 +343,39 @@ class BlockSampler:
         penalties = self.state.sent(np.array([how.penalties], dtype=np.float32))
         penalties = penalties.expand(len(slots), -1)
         return penalised(scores, text, prompts, starts, drafts, penalties)
+
+    def _forms(self, input_batch: Any) -> tuple[Tensor, np.ndarray, np.ndarray] | None:
+        """What the scheduler says of requests whose answers are of a given form, if there are any:
+        (which tokens may come, 32 a number, on the device; of each request of the step the first
+        line of these, -1 without a form; and how many there are). They are those behind each token
+        of a block, see `Blocks.get_grammar_bitmask`, and behind a prompt one.
+        """
+        if (told := self.state.forms) is None:
+            return None
+        counts = np.maximum(np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]), 1)
+        first, begin = np.full(len(counts), -1), 0
+        place_of = {name: place for place, name in enumerate(input_batch.req_ids)}
+        for name in told.structured_output_request_ids:
+            first[place_of[name]] = begin
+            begin += counts[place_of[name]]
+        return self.state.sent(told.grammar_bitmask), first, counts
+
+    def _allowed(self, scores: Tensor, places: np.ndarray) -> Tensor:
+        """Next-token logits behind the tokens of the blocks of the requests in these places of the
+        step, or behind their prompts: -inf for what a request's form does not allow.
+        """
+        if self.forms is None:
+            return scores
+        bits, first, counts = self.forms
+        bounded = np.flatnonzero(first[places] >= 0)
+        if not bounded.size:
+            return scores
+        here, offset = places[bounded, None], np.arange(scores.shape[1])
+        lines = bits[self.state.sent(first[here] + np.minimum(offset, counts[here] - 1))]
+        bit = torch.arange(32, dtype=torch.int32, device=scores.device)
+        allowed = ((lines[..., None] >> bit) & 1).flatten(-2)[..., : scores.shape[-1]].bool()
+        some = self.state.sent(bounded)
+        return scores.index_copy(0, some, scores[some].masked_fill(~allowed, -torch.inf))
 
     def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a block may belong to the answer: vLLM would cut it behind its end

@@ -1,9 +1,13 @@
 """vLLM's own schedulers of diffusion models, with what blocks need beyond them."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from setblock.vllm.adaptive import Width, Widths
-from setblock.vllm.requests import commits_always, mask_of, settings_of, width_of
+from setblock.vllm.forms import fitted, only_end
+from setblock.vllm.requests import ends_of, holds_of, mask_of, settings_of, width_of
 
 
 def scheduler(**given: Any) -> Any:
@@ -43,6 +47,9 @@ class Blocks:
     """
 
     running: list[Any]
+    requests: dict[str, Any]
+    structured_output_manager: Any
+    max_model_len: int
     num_spec_tokens: int
     widths: Widths | None = None
     fused: bool = False
@@ -55,6 +62,7 @@ class Blocks:
         self.spec_decode_metrics_level = "summary"
         # Of each request whose tokens a step cut: what is left, and all of them.
         self._cut: dict[str, tuple[list[int], list[int]]] = {}
+        self._line: Any = None  # room for a line of a grammar's bitmask
 
     def schedule(self, *words: Any, **given: Any) -> Any:
         if self.widths is not None:
@@ -62,7 +70,7 @@ class Blocks:
                 width_of(request.sampling_params, self.num_spec_tokens) for request in self.running
             ]
             drafting = [
-                one > 1 or commits_always(request.sampling_params)  # then by copies
+                one > 1 or holds_of(request.sampling_params) > 0  # then by copies
                 for one, request in zip(own, self.running, strict=True)
             ]
             width = self.widths.choose(len(own), sum(drafting))
@@ -77,7 +85,7 @@ class Blocks:
     def _cut_to(self, width: Width, request: Any) -> None:
         whole = request.spec_token_ids
         ids = whole[: width.tokens]
-        if self.mask in ids and commits_always(request.sampling_params):
+        if self.mask in ids and holds_of(request.sampling_params):
             # A mask alone would predict what is known then.
             if not width.masks or ids.count(self.mask) == 1:
                 ids = ids[: ids.index(self.mask)]
@@ -91,10 +99,62 @@ class Blocks:
         for request_id, ids in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
         ):
-            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
-                width = ids.index(-1) if -1 in ids else len(ids)
-                request.spec_token_ids = [] if request.is_prefill_chunk else ids[:width]
+                ids = ids[: ids.index(-1)] if -1 in ids else ids
+                if ids and request.use_structured_output:
+                    ids = self._fitted(request, ids)
+                request.spec_token_ids = [] if request.is_prefill_chunk else ids
+
+    def _fitted(self, request: Any, ids: list[int]) -> list[int]:
+        """The tokens of a request's next forward, where its answer's form has a say: drafted ones
+        are fitted to it, and masks stand behind these.
+        """
+        params, manager = request.sampling_params, self.structured_output_manager
+        most, grammar = holds_of(params), request.structured_output_request.grammar
+        # As while a model reasons.
+        unbounded = manager._get_constraint_bounds(request, ()).grammar_start > 0
+        if most == 0 or unbounded or request.is_prefill_chunk:
+            return ids
+        first = request.num_tokens  # where the block begins
+        room = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - first
+        held = ids[: ids.index(self.mask)] if self.mask in ids else ids
+        if self._line is None:
+            self._line = manager.backend.allocate_token_bitmask(1)
+        ends = sorted(ends_of(params))
+
+        def encode(text: str) -> list[int]:
+            return manager.tokenizer.encode(text, add_special_tokens=False)
+
+        tokens = fitted(
+            grammar, encode, lambda: only_end(grammar, self._line, ends), held, min(most, room)
+        )
+        masks = 0
+        if tokens[-1] not in ends and (len(ids) > len(held) or tokens != held):
+            masks = min(
+                width_of(params, most), room - len(tokens), self.num_spec_tokens - len(tokens)
+            )
+        return [*tokens, *[self.mask] * (masks if masks > 1 else 0)]
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """vLLM's, of answers of a given form: which tokens may come behind each token of a block,
+        up to its first that may not, where vLLM says which may come instead of each.
+        """
+        asked, kept = {}, []
+        for name, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+            request = self.requests[name]
+            if tokens and request.use_structured_output:
+                held = tokens[: tokens.index(self.mask)] if self.mask in tokens else tokens
+                held = self.structured_output_manager.validate_tokens(request, held)
+                tokens = [*held, *[-1] * (len(tokens) + 1 - len(held))]
+            asked[name] = tokens
+        changed = replace(scheduler_output, scheduled_spec_decode_tokens=asked)
+        if (found := super().get_grammar_bitmask(changed)) is None:  # type: ignore[misc]
+            return None
+        for name in found.structured_output_request_ids:
+            lines = len(asked.get(name, ()))
+            kept += [False, *[True] * (lines - 1)] if lines else [True]
+        return replace(found, grammar_bitmask=found.grammar_bitmask[np.array(kept)])
 
     def _update_request_with_output(self, request: Any, ids: list[int], **more: Any) -> Any:
         if self.widths is not None:

@@ -99,6 +99,9 @@ class BlockState(ModelState):
         self._taken = HostCopy(self.taken)
         self.copied = torch.zeros(count, dtype=torch.bool, device=device)
         self.slots: dict[str, int] = {}
+        self.formed = np.zeros(count, dtype=bool)  # whether the scheduler fits its drafts to a form
+        self.forms: Any = None  # vLLM's GrammarOutput of the step
+        _follow_forms()
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("generate",)
@@ -114,6 +117,7 @@ class BlockState(ModelState):
         how = decoding_of(params, self.defaults, self.canvas)
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         self.commits[req_index] = how.commits
+        self.formed[req_index] = how.commits and params.structured_outputs is not None
         self.copied[req_index] = False
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
@@ -138,7 +142,8 @@ class BlockState(ModelState):
     def remove_request(self, req_id: str) -> None:
         slot = self.slots.pop(req_id, None)
         if slot is not None:
-            self.kind[slot], self.size[slot], self.commits[slot] = -1, 0, False
+            self.kind[slot], self.size[slot] = -1, 0
+            self.commits[slot] = self.formed[slot] = False
 
     def prepare_inputs_embeds(self, *_: Any) -> None:
         return None
@@ -227,6 +232,26 @@ class BlockState(ModelState):
         self.taken[slots] = torch.stack([held, held + masks], dim=1)
         self._taken.update()
 
+    def fit(self, scheduled: dict[str, list[int]], drafts: Tensor) -> None:
+        """Take the blocks of answers of a given form as the scheduler has fitted them.
+
+        scheduled: tokens of each request's forward. drafts: the runner's, which it forwards.
+        """
+        names = [name for name in scheduled if self.formed[self.slots[name]]]
+        if not names:
+            return
+        lines = np.full((len(names), drafts.shape[1]), -1)
+        for line, name in zip(lines, names, strict=True):
+            line[: len(scheduled[name])] = scheduled[name]
+        count = (lines != -1).sum(axis=1)
+        text = ((lines != -1) & (lines != self.mask_token_id)).cumprod(axis=1)
+        slots, taken = [self.slots[name] for name in names], np.stack([text.sum(axis=1), count], 1)
+        rows, fitted = self.sent(slots), self.sent(lines)
+        blocks = np.where(text, lines, self.mask_token_id)[:, : self.canvas]
+        drafts[rows], self.block[rows] = fitted.to(drafts.dtype), self.sent(blocks)
+        self.taken[rows] = self.sent(taken)
+        self._taken.read()[slots] = taken
+
     def _sizes(self, input_batch: Any) -> np.ndarray:
         """The block size of each request; 0 of those that vLLM makes up to measure a step."""
         return self.size[input_batch.idx_mapping_np[: input_batch.num_reqs]]
@@ -270,6 +295,33 @@ class BlockState(ModelState):
     def ends(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Which of these tokens end their request."""
         return (tokens[..., None] == self.stops[slots][:, None]).any(dim=-1)
+
+
+def _follow_forms() -> None:
+    """Let vLLM's runner leave forms of answers to the sampler, where the model is ours: it knows
+    which of a step's logits they are for; and let it forward the drafts that were fitted to them.
+    """
+    from vllm.v1.worker.gpu.model_runner import (  # pyright: ignore[reportMissingImports]
+        GPUModelRunner,
+    )
+
+    theirs, updated = GPUModelRunner.sample, GPUModelRunner.update_requests
+    if getattr(theirs, "of_setblock", False):
+        return
+
+    def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        if isinstance(self.model_state, BlockState):
+            self.model_state.forms, grammar_output = grammar_output, None
+        return theirs(self, hidden_states, input_batch, grammar_output)
+
+    def update_requests(self: Any, scheduler_output: Any) -> None:
+        updated(self, scheduler_output)
+        if isinstance(self.model_state, BlockState):
+            drafts = self.req_states.draft_tokens
+            self.model_state.fit(scheduler_output.scheduled_spec_decode_tokens, drafts)
+
+    sample.of_setblock = True  # type: ignore[attr-defined]
+    GPUModelRunner.sample, GPUModelRunner.update_requests = sample, update_requests
 
 
 class HostCopy:
