@@ -1,20 +1,25 @@
 """Measure answers that follow a JSON Schema: how many fit, tokens per forward, time of a forward.
 
     python examples/structured.py --out benchmarks/records/structured-smollm2.json
+    python examples/structured.py --url http://localhost:8000/v1 --out structured-vllm.json
 
 The model is asked to tell as JSON what a sentence says of a person. It answers freely, under a
 schema, and under the same schema without white space between its parts, each token by token and
-verified, which have to say the same.
+verified, which have to say the same. With --url a running `setblock serve --engine vllm` is asked,
+whose own setting says how much white space there may be.
 """
 
+import functools
 import itertools
 import json
 import random
 import re
 import statistics
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import httpx
 import typer
 from rich.console import Console
 
@@ -84,32 +89,76 @@ def tells_age(text: str, sentence: str) -> bool:
     return age is not None and bool(re.search(rf'"age": ?"?{age[0]}\b', text))
 
 
+class Told(NamedTuple):
+    """An answer. seconds: of its forwards alone, over HTTP of all of it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    nfe: int
+    seconds: float
+
+
+def asked_here(loaded: setblock.Model, prompt: list[dict[str, str]], how: dict[str, Any]) -> Told:
+    [found] = setblock.generate(loaded, prompt, **how)
+    return Told(found.text, found.token_ids, found.nfe, found.decode_s)
+
+
+def asked_there(url: str, model: str, prompt: list[dict[str, str]], how: dict[str, Any]) -> Told:
+    """What a server of vLLM's says to a prompt."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": prompt,
+        "temperature": 0,
+        "max_tokens": how["max_new_tokens"],
+        "return_token_ids": True,
+        "vllm_xargs": {"mode": how["mode"]},
+    }
+    if "json_schema" in how:
+        form = {"name": "person", "schema": how["json_schema"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    start = time.perf_counter()
+    response = httpx.post(f"{url}/chat/completions", json=body, timeout=600)
+    seconds = time.perf_counter() - start
+    if response.status_code != 200:
+        raise typer.BadParameter(f"{response.status_code}: {response.text}", param_hint="--url")
+    told = response.json()
+    forwards = told["metrics"]["speculative_decoding"]["num_spec_steps"]
+    [choice] = told["choices"]
+    return Told(choice["message"]["content"], tuple(choice["token_ids"]), forwards, seconds)
+
+
 def main(
     model: Annotated[str, typer.Option(help="A MODEL.")] = "smollm2",
     limit: Annotated[int, typer.Option(min=1, help="Sentences.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 120,
+    url: Annotated[str | None, typer.Option(help="Of a server, with its /v1.")] = None,
     out: Annotated[Path | None, typer.Option(help="File of the record.")] = None,
 ) -> None:
     """Answer every sentence in every way, one at a time, the ways in turns."""
-    loaded = setblock.load(model, dtype="float32", pack=None)
+    if url is None:
+        loaded = setblock.load(model, dtype="float32", pack=None)
+        ask_one = functools.partial(asked_here, loaded)
+    else:
+        ask_one = functools.partial(asked_there, url, model)
     ask = "Write name, age, city and hobbies of this person as JSON, and nothing else: "
     told = sentences(limit)
     prompts = [[{"role": "user", "content": ask + text}] for text in told]
-    ways = list(itertools.product(FORMATS, MODES))
-    answers: dict[Any, list[setblock.Generation]] = {way: [] for way in ways}
+    forms = list(FORMATS) if url is None else ["free", "schema"]
+    ways = list(itertools.product(forms, MODES))
+    answers: dict[Any, list[Told]] = {way: [] for way in ways}
     for done, prompt in enumerate([prompts[0], *prompts]):  # once more, to warm up
         for form, mode in ways:
             how: Any = {"mode": mode, "max_new_tokens": max_new_tokens, **FORMATS[form]}
-            answers[form, mode] += setblock.generate(loaded, prompt, **how)[: done > 0]
+            answers[form, mode] += [ask_one(prompt, how)][: done > 0]
         console.print(f"{done} of {limit} sentences", style="dim")
     record = records.new_record()
     lines = ["| answers | mode | of the schema | right age | as ntp | tokens | per forward | ms |"]
     lines.append("|---" * 8 + "|")
     for form, mode in ways:
         found, plain = answers[form, mode], answers[form, "ntp"]
-        num_tokens, nfe = sum(one.num_tokens for one in found), sum(one.nfe for one in found)
+        num_tokens, nfe = sum(len(one.token_ids) for one in found), sum(one.nfe for one in found)
         same = [a.token_ids == b.token_ids for a, b in zip(found, plain, strict=True)]
-        forward_s = statistics.median(one.decode_s / one.nfe for one in found)
+        forward_s = statistics.median(one.seconds / one.nfe for one in found)
         ages = [tells_age(one.text, text) for one, text in zip(found, told, strict=True)]
         line = {
             "format": form,
@@ -122,8 +171,9 @@ def main(
             "nfe": nfe,
             "tokens_per_forward": num_tokens / nfe,
             "median_forward_s": forward_s,
+            "answer_s": statistics.median(one.seconds for one in found),
             "texts": [one.text for one in found],
-            "settings": found[0].settings.described,
+            "settings": {"max_new_tokens": max_new_tokens, **FORMATS[form]},
         }
         record["results"].append({"model": model, "dtype": "float32", **line})
         lines.append(

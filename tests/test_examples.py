@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import forked
+import httpx
 import pytest
 import torch
 import trainers
@@ -180,6 +181,39 @@ def test_structured(tmp_path, monkeypatch):
     assert script.fits(person)
     for text in ("", "[]", person[:-1], person.replace("3", "true"), person.replace('"c"', "1")):
         assert not script.fits(text)
+
+
+def test_structured_answers_of_a_server(tmp_path, monkeypatch):
+    script, run_here = imported(monkeypatch, "structured")
+    person = '{"name": "A", "age": 3, "city": "B", "hobbies": ["c"]}'
+    asked, out = [], tmp_path / "record.json"
+
+    def answered(url: str, json: Any, timeout: float) -> httpx.Response:
+        asked.append((url, json))
+        forwards = 12 if json["vllm_xargs"] == {"mode": "ntp"} else 4
+        message = {"content": person if "response_format" in json else "A is 3."}
+        told = {
+            "choices": [{"message": message, "token_ids": list(range(12))}],
+            "metrics": {"speculative_decoding": {"num_spec_steps": forwards}},
+        }
+        return httpx.Response(200, json=told)
+
+    monkeypatch.setattr(script.httpx, "post", answered)
+    place = "http://localhost:8123/v1"
+    table = run_here("--url", place, "--model", "nano", "--limit", 2, "--out", out)
+    assert {url for url, _ in asked} == {f"{place}/chat/completions"}
+    assert len(asked) == 3 * 4
+    forms = [one["response_format"]["json_schema"] for _, one in asked if "response_format" in one]
+    assert {str(one["schema"]) for one in forms} == {str(script.PERSON)}
+    lines = json.loads(out.read_text())["results"]
+    assert [one["tokens_per_forward"] for one in lines] == [1, 3, 1, 3]
+    assert [one["fitting_share"] for one in lines] == [0, 0, 1, 1]
+    assert all(one["answer_s"] >= one["median_forward_s"] > 0 for one in lines)
+    assert "| schema | verified | 100% |" in table
+    refused = lambda *_, **__: httpx.Response(400, text="no such model")  # noqa: E731
+    monkeypatch.setattr(script.httpx, "post", refused)
+    with pytest.raises(typer.BadParameter, match="400: no such model"):
+        script.asked_there(place, "nano", [], {"max_new_tokens": 3, "mode": "ntp"})
 
 
 def test_conversation(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from setblock.vllm.adaptive import STEPS, TRIALS, Width, Widths
-from setblock.vllm.requests import COMMITS, WIDTH
+from setblock.vllm.requests import HOLDS, WIDTH
 from setblock.vllm.scheduler import Blocks
 
 WIDTHS = (Width(1), Width(4), Width(8), Width(16))
@@ -177,7 +177,7 @@ def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
 
 def of_one_request(branches: bool, ids: list[int]) -> tuple[Any, Any]:
     """(a scheduler, its request, which is about to take these tokens)."""
-    params = SimpleNamespace(extra_args={WIDTH: 5, COMMITS: branches})
+    params = SimpleNamespace(extra_args={WIDTH: 5, HOLDS: branches})
     request = SimpleNamespace(sampling_params=params, spec_token_ids=ids, request_id="one")
 
     class Theirs:

@@ -82,7 +82,8 @@ KINDS = {
 def folder(tmp_path_factory) -> Callable[[str], Path]:
     """folder(kind): a checkpoint, "nano" or a random one with nano's tokenizer, whose blocks are
     whole unless a request says otherwise. "gated:llama" and "lora:llama" are random adapters on a
-    random base, "chained:llama" a gated one with a chain.
+    random base, "chained:llama" a gated one with a chain. "thinking" is nano, whose first line
+    is what it thinks.
     """
     whole = tmp_path_factory.mktemp("nano") / "nano"
     shutil.copytree(BUNDLED["nano"], whole)
@@ -91,6 +92,9 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
 
     def get(kind: str) -> Path:
         if kind in made:
+            return made[kind]
+        if kind == "thinking":
+            made[kind] = _thinking(whole, tmp_path_factory.mktemp(kind) / kind)
             return made[kind]
         method, _, base = kind.rpartition(":")
         place = made[kind] = tmp_path_factory.mktemp(kind.replace(":", "-"))
@@ -107,6 +111,26 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
         return place
 
     return get
+
+
+def _thinking(nano: Path, place: Path) -> Path:
+    """nano, in which a prompt's last token begins what it thinks, and the first end of a line ends
+    that.
+    """
+    shutil.copytree(nano, place)
+    model = load(str(nano), dtype="float32")
+    [line] = model.encode("\n")
+    begin, end = (model.encode(f"<|{name}|>")[0] for name in ("assistant", "system"))
+    assert begin != end
+    output: Any = model.network.get_output_embeddings()
+    with torch.no_grad():
+        output.weight[end] = 1.5 * output.weight[line]
+    model.network.save_pretrained(place)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (place / name).read_text(encoding="utf-8")
+        text = text.replace("<|assistant|>", "<think>").replace("<|system|>", "</think>")
+        (place / name).write_text(text, encoding="utf-8")
+    return place
 
 
 def _write_adapter(place: Path, base: Path, method: str, chain_width: int) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,8 +75,8 @@ import json, sys
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 if __name__ == "__main__":
-    model, asked = json.load(sys.stdin)
-    engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512)
+    model, asked, more = json.load(sys.stdin)
+    engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512, **more)
     same = {"temperature": 0.0, "logit_bias": {3: -100.0}}  # no masks
     params = [
         SamplingParams(
@@ -89,19 +90,42 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
-def test_what_vllm_says_itself(engine, model, folder, kind):
-    """As it is, in a process of its own."""
-    requests = formed(model(kind), 32, greedy=True)
-    found = answers(engine(kind, **FUSED), requests)
+def of_plain(folder: Path, requests: Sequence[Formed], **settings: Any) -> list[tuple[int, ...]]:
+    """What vLLM as it is says to these, in a process of its own."""
     env = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
     asked = [(one.ids, one.max_tokens, one.sampling, one.form) for one in requests]
+    given = json.dumps([str(folder), asked, settings])
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN], input=json.dumps([str(folder(kind)), asked]), text=True,
-        env=env, capture_output=True, check=True,
+        [sys.executable, "-c", PLAIN], input=given, text=True, env=env, capture_output=True,
+        check=True,
     )  # fmt: skip
     [line] = [line for line in done.stdout.splitlines() if line.startswith("ids ")]
-    assert [tuple(one) for one in json.loads(line.removeprefix("ids "))] == found
+    return [tuple(one) for one in json.loads(line.removeprefix("ids "))]
+
+
+@pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
+def test_what_vllm_says_itself(engine, model, folder, kind):
+    requests = formed(model(kind), 32, greedy=True)
+    assert answers(engine(kind, **FUSED), requests) == of_plain(folder(kind), requests)
+
+
+def test_a_model_that_thinks_first(engine, model, folder):
+    """A form begins behind that."""
+    settings = {"structured_outputs_config": {"reasoning_parser": "deepseek_r1"}}
+    served = engine("thinking", **FUSED, **settings)
+    form = {"regex": SAID}
+    requests = [
+        Formed(ids, VERIFIED[number % len(VERIFIED)], 100, form=form)
+        for number, ids in enumerate(prompts(model("nano"), 24))
+    ]
+    found = answers(served, requests)
+    assert found == of_plain(folder("thinking"), requests, **settings)
+    assert found == next_tokens(served, requests)
+    thought = [ids.index(6) for ids in found if 6 in ids]
+    assert len(thought) > 12
+    assert max(thought) > 16
+    texts = [model("nano").decode(ids[ids.index(6) + 1 : -1]) for ids in found if 6 in ids]
+    assert sum(bool(re.fullmatch(SAID, text)) for text in texts) > len(texts) / 2
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama", "chained:llama"])

@@ -155,10 +155,14 @@ def test_seeds_and_stops(client, model):
         ({}, {"logprobs": True}, "logprobs is not supported by set block decoding"),
         ({"mode": "sbd"}, {"presence_penalty": 1.0}, "presence_penalty is for modes ntp and verif"),
         ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-        ({}, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        (
+            {"mode": "sbd"},
+            {"response_format": {"type": "json_object"}},
+            "structured_outputs are for modes ntp and verified, in which each token is chosen",
+        ),
         ({}, {"tools": [WEATHER]}, 'auto" tool choice requires --enable-auto-tool-choice'),
-        ({}, {"tools": [WEATHER], "tool_choice": "required"}, "tool_choice must be auto or none"),
-        ({}, {"tools": [STRICT]}, "tools[0].function.strict must be false: calls are not con"),
+        ({}, {"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({}, {"tools": [STRICT]}, "tools[0].function.strict must be false: not all of vLLM's par"),
         ({}, {"max_tokens": -1}, "max_tokens"),
         ({}, {"max_tokens": 10_000}, "max_tokens"),
     ],
@@ -215,6 +219,26 @@ def test_tokens_are_counted_to_the_answers_end(client):
         histogram = counts["acceptance_histogram"]
         committed = sum(number * count for number, count in enumerate(histogram))
         assert committed == answer.usage.completion_tokens <= most
+
+
+def test_answers_of_a_given_form(client):
+    """Of a mode that chooses each token knowing all before it, though the server's is another."""
+    values = {"enum": ["forty-two", "forty-three"]}
+    schema: Any = {
+        "type": "object", "properties": {"sum": values}, "required": ["sum"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    more: Any = {"presence_penalty": 1.0}  # of white space too, which this model writes else
+    told = {}
+    for mode in ({"mode": "ntp"}, {}, {"mode": "verified"}):
+        answer = ask(client, QUESTIONS[0], mode, response_format=form, **more)
+        text = told[str(mode)] = answer.choices[0].message.content
+        assert json.loads(text)["sum"] in values["enum"]
+        forwards = answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"]
+        tokens = answer.usage.completion_tokens
+        assert forwards == tokens if mode == {"mode": "ntp"} else forwards < tokens
+    assert len(set(told.values())) == 1
 
 
 def test_malformed_requests(address, client):
@@ -337,5 +361,10 @@ def test_tools(folder, tmp_path):
                     name += one.function.name or ""
                     arguments += one.function.arguments or ""
             assert (text, name, json.loads(arguments)) == ("Well.", "weather", {"city": "Paris"})
+            for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+                [forced] = answered(tool_choice=choice).choices
+                [call] = forced.message.tool_calls or []
+                assert call.function.name == "weather"
+                assert set(json.loads(call.function.arguments)) <= {"city"}
             plain = answered(tool_choice="none").choices[0].message
             assert not plain.tool_calls

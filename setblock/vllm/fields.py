@@ -17,10 +17,10 @@ KEY = "VLLM_API_KEY"  # of the environment, where `ps` does not show it
 
 # Known to vLLM, and neither done nor refused by name where set block decoding is.
 REFUSED = (
-    "logprob_token_ids", "prompt_embeds", "repetition_detection", "response_format",
-    "structured_outputs", "suffix", "thinking_token_budget", "use_beam_search", "watermarking",
+    "logprob_token_ids", "prompt_embeds", "repetition_detection", "suffix",
+    "thinking_token_budget", "use_beam_search", "watermarking",
 )  # fmt: skip
-NEUTRAL = (None, False, 0, "", [], {}, "none", {"type": "text"})
+NEUTRAL = (None, False, 0, "", [], {})
 
 
 class Fields:
@@ -95,13 +95,11 @@ def problem_of(body: bytes, known: frozenset[str]) -> tuple[str | None, str] | N
             return shown[name], f"{shown[name]} is not a field of this server{where}"
         if name in REFUSED and value not in NEUTRAL:
             return name, f"{name} is not supported by set block decoding"
-        if name == "tool_choice" and value not in (None, "none", "auto"):
-            return name, "tool_choice must be auto or none: calls are not constrained"
         for index, tool in enumerate(value) if name == "tools" and isinstance(value, list) else ():
             function = tool.get("function") if isinstance(tool, dict) else None
             if isinstance(function, dict) and function.get("strict"):
                 place = f"tools[{index}].function.strict"
-                return place, f"{place} must be false: calls are not constrained"
+                return place, f"{place} must be false: not all of vLLM's parsers follow it"
     own = given.get("vllm_xargs")
     for name, value in own.items() if isinstance(own, dict) else ():
         if name not in OWN:

@@ -53,7 +53,7 @@ class Blocks:
     num_spec_tokens: int
     widths: Widths | None = None
     fused: bool = False
-    mask: int | None = None
+    mask: int = -1
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
