@@ -10,8 +10,9 @@ from typing import Any
 
 from setblock.conversations import refusal
 from setblock.fields import Refused, shown
-from setblock.grammar import LONGEST_FORM, check_schema, spaced
+from setblock.grammar import check_schema
 from setblock.model import Model
+from setblock.reading import LONGEST_FORM, spaced
 
 # A call of these arguments is shown to the chat template, and looked for in what it makes of it.
 PROBE = {"setblock": 0}

@@ -4,11 +4,10 @@ A grammar bounds the next-token distribution, so it is for modes in which each t
 knowing all before it. Where it leaves no choice, verified decoding needs no draft of the model's.
 """
 
-import json
 import re
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,23 +18,18 @@ from numpy import ndarray
 from packaging.version import Version
 
 from setblock.model import Model
+from setblock.reading import LONGEST_FORM, limits, with_room, written
 from setblock.settings import FORMATS, Settings
 
-# White space in JSON, where a schema's "x-guidance" says no other: of any length, small models
-# would write nothing else.
-SPACE = r" |\n[ \t]{0,40}"
-# Ten times llguidance's own: an object of 500 properties that may be left out needs more than that.
-LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "step_max_items": 500_000}
-# llguidance panics at some of these, beside other rules, and ignores others.
-ATTRIBUTES = re.compile(r"(?m)^\s*[?!]*(\w+)\s*(\[[^\]\n]*\])\s*:")
 LONGEST = 300  # characters of what it says of an error
-# It goes from one part of a form to the next by recursion, and where the stack ends so does the
-# process: the longest form that is taken, in characters, and bytes of stack that it can't fill.
-LONGEST_FORM, STACK = 250_000, 2**28
 INSTALL = "pip install '.[structured]' in the checkout, or make setup"
 
 # What llguidance makes of a tokenizer takes up to a second: the last one, its size and end tokens.
 _vocabularies: WeakKeyDictionary[Any, tuple[tuple[int, ...], Any]] = WeakKeyDictionary()
+# And what it made of the last forms of answers, or what was wrong with them.
+MOST_READ = 32
+_read: WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_reading = threading.Lock()
 
 
 class Grammar:
@@ -140,17 +134,39 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     if form is None:
         return None
     _check_library(name)
-    from llguidance import LLMatcher, LLParserLimits
-    from llguidance.hf import from_tokenizer
-
     tokenizer: Any = model.tokenizer
     ends = sorted(model.eos_token_ids, key=lambda id: (id != tokenizer.eos_token_id, id))
     if not ends:
         raise ValueError(f"{name} needs an end-of-text token, and {model.name} has none")
+    key = name, form, model.vocab_size, *ends, model.mask_token_id
+    with _reading:
+        known = _read.setdefault(tokenizer, OrderedDict())
+        if found := known.get(key):
+            known.move_to_end(key)
+    if found is None:
+        try:
+            found = _grammar(model, name, form, ends)
+        except ValueError as error:
+            found = str(error)
+        with _reading:
+            known[key] = found
+            while len(known) > MOST_READ:
+                known.popitem(last=False)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found.copy()
+
+
+def _grammar(model: Model, name: str, form: str, ends: Sequence[int]) -> Grammar:
+    """That of an option's form. Raises: ValueError naming the option for what it can't express."""
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    tokenizer: Any = model.tokenizer
     size = model.vocab_size
     if _vocabularies.get(tokenizer, ((), None))[0] != (size, *ends):
         try:
-            made = from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            made = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
             _vocabularies[tokenizer] = (size, *ends), made
         except Exception as error:
             raise ValueError(
@@ -159,36 +175,16 @@ def compiled(model: Model, settings: Settings) -> Grammar | None:
     if len(form) > LONGEST_FORM:
         raise ValueError(f"{name} must have at most {LONGEST_FORM:,} characters, got {len(form):,}")
     try:
-        if name == "json_schema":
-            written = LLMatcher.grammar_from_json_schema(spaced(json.loads(form)))
-        elif name == "regex":
-            written = LLMatcher.grammar_from_regex(form)
-        else:
-            if found := ATTRIBUTES.search(form):
-                raise ValueError(f"attributes of rules are not supported, got {found[1]}{found[2]}")
-            written = LLMatcher.grammar_from_lark(form)
+        grammar = written(name, form)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} can't be used: {error}") from None
-    limits = LLParserLimits(verbose_errors=False, **LIMITS)
     known = _vocabularies[tokenizer][1]
-    matcher = _with_room(lambda: LLMatcher(known, written, log_level=0, limits=limits))
+    matcher = with_room(lambda: LLMatcher(known, grammar, log_level=0, limits=limits()))
     if matcher.is_error():
         raise ValueError(f"{name} can't be used: {_why(matcher)}")
-    grammar = Grammar(name, matcher, ends, model.mask_token_id)
-    grammar.allowed()  # what nothing matches is refused here
-    return grammar
-
-
-def spaced(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with a bound on white space, unless it has its own.
-
-    Raises: ValueError for an x-guidance that is no object.
-    """
-    if not isinstance(guidance := schema.get("x-guidance", {}), dict):
-        raise ValueError(f"x-guidance must be an object, got {guidance!r}")
-    if any(key.startswith("whitespace") for key in guidance):
-        return schema
-    return {**schema, "x-guidance": {**guidance, "whitespace_pattern": SPACE}}
+    found = Grammar(name, matcher, ends, model.mask_token_id)
+    found.allowed()  # what nothing matches is refused here
+    return found
 
 
 def check_schema(schema: dict[str, Any]) -> None:
@@ -197,7 +193,7 @@ def check_schema(schema: dict[str, Any]) -> None:
     from llguidance import LLMatcher
 
     written = LLMatcher.grammar_from_json_schema(schema)
-    if told := _with_room(lambda: LLMatcher.validate_grammar(written)):
+    if told := with_room(lambda: LLMatcher.validate_grammar(written)):
         raise ValueError(_brief(told))
 
 
@@ -212,21 +208,11 @@ def _check_library(name: str) -> None:
         raise ImportError(f"{name} needs llguidance 1.8 or newer, got {found}: {INSTALL}")
 
 
-def _with_room(make: Callable[[], Any]) -> Any:
-    """What this makes, on a thread with more room for recursion."""
-    before = threading.stack_size(STACK)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make).result()
-    finally:
-        threading.stack_size(before)
-
-
 def _why(matcher: Any) -> str:
     """A matcher's error in one line."""
     told = str(matcher.get_error())
     if not told or told.startswith("NoExtensionBias"):
-        return "no token can come next"
+        return "no token can come next, as llguidance has it"
     return _brief(told)
 
 

@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any, ClassVar
@@ -41,10 +41,13 @@ from setblock.fields import (
     shown,
     without_nulls,
 )
+from setblock.generation import settings_for
+from setblock.grammar import compiled
 from setblock.leaving import GONE, Events, Watched
 from setblock.logprobs import Piece, Placed
 from setblock.model import Model
 from setblock.prompt_cache import MOST_TOKENS, PromptCache
+from setblock.reading import tried
 from setblock.served import Served
 from setblock.settings import MOST_LOGPROBS
 
@@ -65,6 +68,8 @@ class Answers:
         # A client names its requests itself, and may name two of them alike.
         own = f"{request_id}-{secrets.token_hex(8)}"
         try:
+            if forms := _forms(body):  # others are served meanwhile
+                await asyncio.to_thread(_read, self.model_manager.model, forms)
             return await super().handle_request(body, own)  # type: ignore[misc]
         except (Refused, HTTPException):
             raise
@@ -355,6 +360,46 @@ async def _ended_by_signals(engine: Engine) -> AsyncIterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _forms(body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(field, option of an answer) of each form that a request has, as far as it is one."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name in ("regex", "grammar"):
+        if isinstance(body.get(name), str):
+            found.append((name, {name: body[name]}))
+    if isinstance(asked := body.get("response_format"), dict):
+        with suppress(Refused):
+            found.append(("response_format", {"json_schema": json_schema_of(asked)}))
+    if body.get("tool_choice") not in (None, "none", "auto") and isinstance(
+        body.get("tools"), list
+    ):
+        functions = [one.get("function") for one in body["tools"] if isinstance(one, dict)]
+        schemas = [one.get("parameters") for one in functions if isinstance(one, dict)]
+        found += [("tools", {"json_schema": one}) for one in schemas if isinstance(one, dict)]
+    return found
+
+
+def _read(model: Model, forms: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Read these, so that it takes no time when they are asked for. What else is wrong with them is
+    said then.
+
+    Raises: Refused for one that takes too long.
+    """
+    for field, option in forms:
+        try:
+            settings = settings_for(model, mode="ntp", **option)
+        except (ValueError, TypeError):
+            continue
+        for name in option:
+            if (form := getattr(settings, name)) is None:
+                continue
+            try:
+                tried(name, form)
+            except ValueError as error:
+                raise Refused(field, str(error).partition(" ")[2]) from None
+            with suppress(ValueError, ImportError):
+                compiled(model, settings)
 
 
 def _error(request: Request, error: Exception) -> JSONResponse:

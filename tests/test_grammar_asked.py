@@ -9,7 +9,7 @@ import regex
 from conftest import SHORT
 from test_grammar import PERSON, SUM, SUMS
 
-from setblock import grammar as module
+from setblock import reading as module
 
 # the command
 

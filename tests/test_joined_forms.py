@@ -9,7 +9,7 @@ from test_engine import Desk
 from test_grammar import PATTERNS, PERSON, SUMS
 from test_running import DRAFTS, PROMPTS, alone, among, answer_of, ended, same, told
 
-from setblock import grammar as module
+from setblock import reading as module
 from setblock.fields import Refused
 from setblock.generation import settings_for
 from setblock.loading import load

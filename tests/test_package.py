@@ -26,6 +26,7 @@ LEVELS = (
         "transfer",
         "imported",
         "leaving",
+        "reading",
     ),
     (
         "solvers",
