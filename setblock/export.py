@@ -8,7 +8,7 @@ from typing import Any
 
 from setblock.checkpoint import write_settings
 from setblock.custom_generate import unsupported
-from setblock.files import let_read
+from setblock.files import let_read, whole_or_empty
 from setblock.model import Model
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,11 @@ def export(model: Model, folder: Path) -> None:
             f"{model.name} is a gated adapter: it acts on masked positions alone, which stock "
             "transformers has no place for; load it by setblock, beside its base"
         )
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty")
+    with whole_or_empty(folder):
+        _write(model, folder)
+
+
+def _write(model: Model, folder: Path) -> None:
     network: Any = model.network
     network.save_pretrained(folder)
     let_read(folder)

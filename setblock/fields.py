@@ -81,7 +81,7 @@ class Asked:
     """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
     an answer is there: an answer as long as that ended for its length.
 
-    choices: answers to it. row: of the sampling noise of this one.
+    choices: answers to it. row: of the sampling noise of this one. usage: whether a stream says it.
     settled: what the engine has made of it, for all of them, or its refusal.
     """
 
@@ -91,6 +91,7 @@ class Asked:
     fields: frozenset[str]
     choices: int = 1
     row: int = 0
+    usage: bool = True
     settled: list[Any] = field(default_factory=list)
     max_new_tokens: int | None = None
     left: threading.Event = field(default_factory=threading.Event)  # nobody waits for it any more

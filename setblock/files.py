@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,25 @@ def write_whole(path: Path, text: str) -> None:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # what was asked for
+
+
+@contextmanager
+def whole_or_empty(folder: Path) -> Iterator[None]:
+    """Within, a folder is filled; what stops that, an interrupt too, leaves it as it was.
+
+    Raises: ValueError for a folder that is not empty.
+    """
+    there = folder.exists()
+    if there and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
+    try:
+        yield
+    except BaseException:
+        for one in folder.iterdir() if folder.exists() else ():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+        if folder.exists() and not there:
+            folder.rmdir()
+        raise
 
 
 def let_read(folder: Path) -> None:

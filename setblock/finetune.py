@@ -23,7 +23,7 @@ from setblock.corpus import (
 )
 from setblock.data import prepare
 from setblock.estimate import describe, estimate
-from setblock.files import let_read
+from setblock.files import let_read, whole_or_empty
 from setblock.loading import DTYPES, load, place_of
 from setblock.model import Model
 from setblock.names import lasting
@@ -311,7 +311,7 @@ def _check_saving(model: Model) -> None:
 def merge(model: Model, output_dir: Path, dtype: str) -> None:
     """Writes the model, its adapter folded in if it has one, as one checkpoint.
 
-    Raises: ValueError for a gated adapter.
+    Raises: ValueError for a gated adapter, and for a folder that is not empty.
     """
     if model.gated:
         raise ValueError(
@@ -319,10 +319,11 @@ def merge(model: Model, output_dir: Path, dtype: str) -> None:
             "weights can't be the base on some positions and something else on others"
         )
     network: Any = model.network
-    network.to(DTYPES[dtype]).save_pretrained(output_dir)
-    let_read(output_dir)
-    model.tokenizer.save_pretrained(output_dir)
-    write_settings(output_dir, **model.settings)
+    with whole_or_empty(output_dir):
+        network.to(DTYPES[dtype]).save_pretrained(output_dir)
+        let_read(output_dir)
+        model.tokenizer.save_pretrained(output_dir)
+        write_settings(output_dir, **model.settings)
 
 
 def _check_length(config: SBDConfig, model: Model, typed: bool) -> None:

@@ -126,7 +126,9 @@ class Answers:
         options["logprobs"] = self.logprobs(body)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         told_ids, fields = body.get("return_token_ids", False), frozenset(body)
-        return Asked(options, limit, told_ids, fields, body.get("n", 1), left=GONE.get())
+        usage = body.get("stream_options", {}).get("include_usage", True)
+        count = body.get("n", 1)
+        return Asked(options, limit, told_ids, fields, count, usage=usage, left=GONE.get())
 
     def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
         response = super()._streaming(request_id, *args, **given)  # type: ignore[misc]
@@ -159,6 +161,7 @@ class Answers:
         """The body of a response with one answer."""
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.pop(request_id, None)
+        del told["usage"]  # which is a stream's
         body = json.loads(response.body)
         if (logprobs := told.pop("logprobs", None)) is not None:
             body["choices"][0]["logprobs"] = self.told_of(logprobs)
@@ -176,8 +179,10 @@ class Answers:
         if given.get("usage") is None or told is None:
             return line
         del self.generation_state.engine.done[request_id]
-        chunk = json.loads(line.removeprefix("data: "))
-        return f"data: {json.dumps(_telling(chunk, told))}\n\n"
+        chunk = _telling(json.loads(line.removeprefix("data: ")), told)
+        if not told.pop("usage"):
+            del chunk["usage"]
+        return f"data: {json.dumps(chunk)}\n\n"
 
 
 class Chat(Answers, ChatCompletionHandler):

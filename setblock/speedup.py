@@ -126,7 +126,8 @@ def _check_number(held_out: int, prompts: int | None) -> None:
     """Raises: ValueError for held-out prompts that nothing can be chosen by, or all there are."""
     if held_out < 2 or (prompts is not None and held_out >= prompts):
         most = "" if prompts is None else f", and less than {prompts}, the number of prompts"
-        raise ValueError(f"held_out must be at least 2{most}, got {held_out}")
+        other = "" if prompts is None else ": give another (--held-out), or more prompts"
+        raise ValueError(f"held_out must be at least 2{most}, got {held_out}{other}")
 
 
 def _parted(prompts: Sequence[Any], held_out: int) -> tuple[list[Any], list[Any]]:

@@ -148,7 +148,8 @@ def _loaded(name: str, read: Callable[[Any], Iterable[Any]]) -> tuple[Any, ...]:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{name} is read by the library datasets: pip install '.[eval]' in the checkout"
+            f"{name} is read by the library datasets: make setup in the checkout, or "
+            "pip install '.[eval]'"
         ) from error
     try:
         return tuple(read(datasets))

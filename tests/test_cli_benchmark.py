@@ -196,6 +196,8 @@ def test_vllm_is_missed(run, trained, monkeypatch):
     [
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--batch-size", "2", "--batch-size", "2"], "--batch-size must be given once for each"),
+        (["--cached", "2", "--cached", "2"], "--cached must be given once for each, got [2, 2]"),
         (["--prompt-length", "-1"], "--prompt-length must be at least 1, got -1"),
         (["--cached", "-1"], "--cached must be at least 0, got -1"),
         (["--task", "gsm8k"], "task gsm8k needs its rows: --data FILE"),

@@ -223,6 +223,8 @@ def test_what_is_wrong_is_told_before_the_first_message(run, checkpoint, trained
     assert run("chat", trained, "--max-new-tokens", "0").error == (
         "--max-new-tokens must be at least 1, got 0"
     )
+    error = run("chat", trained, "--top-k", "4").error
+    assert error == "--top-k is for sampling: give a --temperature above 0"
     error = run("chat", trained, "--mode", "ntp", "--block-size", "4").error
     assert error == "--block-size is for modes sbd and verified, got 4 in mode ntp"
     strict = copied(

@@ -1,6 +1,7 @@
 """An exported checkpoint in stock transformers: by blocks with our code, token by token without."""
 
 import copy
+import functools
 import json
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 from conftest import copied
 
+from setblock import finetune
 from setblock.adapters import attach
 from setblock.export import export
 from setblock.generation import generate
@@ -368,6 +370,31 @@ def test_command(run, checkpoint, tmp_path):
     assert "never trained for blocks" not in told.err
     told = run("export", checkpoint("llama"), tmp_path / "untrained")
     assert "it was never trained for blocks, so that it decodes token by token" in told.err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_interrupt_leaves_no_half_of_a_checkpoint(checkpoint, tmp_path, monkeypatch, there):
+    """So that the same words do it again."""
+    model, folder = load(checkpoint("llama", settings={"trained": True})), tmp_path / "out"
+    if there:
+        folder.mkdir()
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for write in (export, functools.partial(finetune.merge, dtype="float32")):
+        with monkeypatch.context() as patch:
+            for module in ("export", "finetune"):
+                patch.setattr(f"setblock.{module}.write_settings", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write(model, folder)
+        assert folder.exists() == there
+        assert not there or not list(folder.iterdir())
+    export(model, folder)
+    assert load(folder).trained
+    with pytest.raises(ValueError, match="is not empty"):
+        finetune.merge(model, folder, "float32")
+    assert load(folder).trained
 
 
 def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, caplog):

@@ -136,6 +136,9 @@ def test_command(run, tmp_path):
         for n in (1, 16)
     ]
     made = {"dimensions": asdict(LLAMA), "machine": {"cuda": "NVIDIA H200"}, "forwards": forwards}
+    record.write_text(json.dumps({**made, "forwards": []}))  # interrupted before them
+    message = f"--measured {record} holds no timed forwards, as of a benchmark that was interrupted"
+    assert run("plan", *WORDS, "--measured", record).error == message
     record.write_text(json.dumps(made))
     other = ("plan", "qwen3-8b", "--measured", record)
     assert "with a model of other dimensions" in run(*other).error

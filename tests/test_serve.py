@@ -209,6 +209,22 @@ def test_streams_say_the_same_in_order(client, mode):
         assert "".join(plain) == complete(client, question, max_tokens=30).choices[0].text
 
 
+@pytest.mark.parametrize("usage", [True, False, None])
+def test_a_stream_says_its_usage_unless_told_not_to(address, usage):
+    for path, asked in (
+        ("completions", {"prompt": QUESTIONS[0]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": QUESTIONS[0]}]}),
+    ):
+        options = {} if usage is None else {"stream_options": {"include_usage": usage}}
+        body = {**asked, "stream": True, "max_tokens": 5, **options}
+        lines = httpx.post(f"{address}/v1/{path}", json=body, timeout=60).text.split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        told = [one["usage"]["completion_tokens"] for one in chunks if one.get("usage")]
+        assert told == ([] if usage is False else [5])
+        assert [one["setblock"]["mode"] for one in chunks if "setblock" in one] == ["sbd"]
+        assert "usage" not in chunks[-1]["setblock"]
+
+
 def test_a_stream_ends_as_the_protocol_says(address):
     body = {"prompt": "2 + 2", "stream": True, "max_tokens": 5}
     lines = httpx.post(f"{address}/v1/completions", json=body).text.split("\n\n")

@@ -15,6 +15,7 @@ from setblock.cli.common import (
     load_model,
     print_json,
     refuse_idle,
+    refuse_unsampled,
     refuse_without,
     starting,
     tell_undrafted,
@@ -172,6 +173,9 @@ def generate(
         if str(file) == "-" and unread:
             raise ValueError(f"{option} - leaves no stdin for the prompt: give PROMPT or a file")
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
+    refuse_unsampled(temperature, top_p=top_p != 1, top_k=top_k, min_p=min_p, seed=seed)
+    if prompt_ids and chat:
+        raise ValueError(f"--chat is for texts: --prompt-ids {prompt_ids} are used as they are")
     if messages and chat:
         raise ValueError(f"--chat is for texts: --messages {messages} goes through the template")
     schema = None if json_schema is None else _read_schema(json_schema)
@@ -361,7 +365,11 @@ def _read_prompt(
                 f"no prompt for MODEL {model}: give PROMPT, --prompt-file, --messages, "
                 "--prompt-ids or stdin"
             )
-        if not (text := _without_break(sys.stdin.read())):
+        try:
+            text = _without_break(sys.stdin.read())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the prompt on stdin is not UTF-8: {error}") from None
+        if not text:
             raise ValueError(
                 f"no prompt for MODEL {model}: stdin is empty (--prompt '' is an empty prompt)"
             )
@@ -381,6 +389,9 @@ def _read_text(option: str, file: Path) -> str:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {file} is not UTF-8: {error}") from None
+    except OSError as error:
+        inline = ": write what it holds into a file" if str(file)[:1] in "[{" else ""
+        raise ValueError(f"{option} {file} can't be read: {error.strerror}{inline}") from None
 
 
 def _read_schema(file: Path) -> dict[str, Any]:

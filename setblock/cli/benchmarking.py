@@ -20,6 +20,7 @@ from setblock.cli.common import (
     print_table,
     refuse_below_one,
     refuse_idle,
+    refuse_repeated,
     refuse_solvers,
     refuse_without,
     rows_of,
@@ -154,6 +155,13 @@ def benchmark(
     """
     sizes = batch_size or [1]
     refuse_below_one(batch_size=sizes, prompt_length=prompt_length, limit=limit, repeats=repeats)
+    refuse_repeated(
+        batch_size=batch_size,
+        block_size=block_size,
+        lenience=lenience,
+        lookup=lookup,
+        cached=cached,
+    )
     if max(sizes) > limit:
         raise ValueError(f"--batch-size {max(sizes)} takes more prompts than --limit {limit}")
     if max_new_tokens < 2:

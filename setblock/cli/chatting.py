@@ -15,6 +15,7 @@ from setblock.cli.common import (
     load_model,
     refuse_below_one,
     refuse_idle,
+    refuse_unsampled,
     refuse_without,
     starting,
     warm_up,
@@ -89,6 +90,7 @@ def chat(
     terminal, lines of stdin are the messages, and Ctrl-C before an answer ends the command.
     """
     refuse_below_one(max_new_tokens=max_new_tokens)
+    refuse_unsampled(temperature, top_p=top_p != 1, top_k=top_k, min_p=min_p, seed=seed)
     with starting(model_name):
         from setblock.generation import settings_for
         from setblock.prompt_cache import PromptCache

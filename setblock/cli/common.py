@@ -145,6 +145,21 @@ def refuse_without(mode: str, modes: Iterable[str], **given: Any) -> None:
         raise ValueError(f"{option} is for mode {mode}, and the {are} {', '.join(modes)}")
 
 
+def refuse_unsampled(temperature: float, **given: Any) -> None:
+    """Raises: ValueError for an option of sampling without a temperature; None or 0: not given."""
+    if not temperature and (useless := [name for name, value in given.items() if value]):
+        option = f"--{useless[0].replace('_', '-')}"
+        raise ValueError(f"{option} is for sampling: give a --temperature above 0")
+
+
+def refuse_repeated(**given: Sequence[Any] | None) -> None:
+    """Raises: ValueError for an option of several values that has one of them twice."""
+    for name, values in given.items():
+        if values and len(set(values)) < len(values):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be given once for each, got {list(values)}")
+
+
 def refuse_below_one(**given: Any) -> None:
     """Raises: ValueError for an option below 1; a number, several, or None if it was not given."""
     for name, told in given.items():

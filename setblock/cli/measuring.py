@@ -17,8 +17,10 @@ from setblock.cli.common import (
     print_table,
     refuse_below_one,
     refuse_idle,
+    refuse_repeated,
     refuse_solvers,
     refuse_split,
+    refuse_unsampled,
     refuse_without,
     rows_of,
     starting,
@@ -171,14 +173,11 @@ def evaluate(
     Tasks humaneval and mbpp run the model's code, in a subprocess with limits that are no security
     boundary: use a container for models you do not trust.
     """
-    sampled = {"top-p": top_p if top_p != 1 else None, "top-k": top_k or None}
-    sampled["min-p"] = min_p or None
-    sampled["seed"] = None if seed == [0] else seed
-    if not temperature and (useless := [name for name, value in sampled.items() if value]):
-        raise ValueError(f"--{useless[0]} is for sampling: give a --temperature above 0")
-    for name, values in (("--seed", seed), ("MODEL", model_names)):
-        if values and len(set(values)) < len(values):
-            raise ValueError(f"{name} must be given once for each, got {values}")
+    noise = {"top_k": top_k, "min_p": min_p, "seed": None if seed == [0] else seed}
+    refuse_unsampled(temperature, top_p=top_p != 1, **noise)
+    refuse_repeated(seed=seed)
+    if len(set(model_names)) < len(model_names):
+        raise ValueError(f"MODEL must be given once for each, got {model_names}")
     with starting(*model_names):
         from setblock import evaluate as evaluation
         from setblock import nano

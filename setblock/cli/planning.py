@@ -304,10 +304,14 @@ def _measured_forwards(path: Path, dimensions: "Dimensions", machine: str) -> li
         lines, of = record["forwards"], record["dimensions"]
         on = "cpu" if record["machine"]["cuda"] is None else record["machine"]["cuda"]
         names = ("batch_size", "cached", "queries", "ratio", "seconds")
-        if not lines or not all(float(line[name]) >= 0 for line in lines for name in names):
+        if not all(float(line[name]) >= 0 for line in lines for name in names):
             raise KeyError("forwards")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--measured {path} is no record of `setblock benchmark`") from error
+    if not lines:
+        raise ValueError(
+            f"--measured {path} holds no timed forwards, as of a benchmark that was interrupted"
+        )
     # Records of before mixtures of experts were told of say nothing of them.
     if {"experts": None, **of} != json.loads(json.dumps(asdict(dimensions))):
         raise ValueError(f"--measured {path} was measured with a model of other dimensions")

@@ -25,6 +25,7 @@ from setblock.cli.options import (
     Compile,
     CompileOption,
     DeviceOption,
+    Dtype,
     DtypeOption,
     JsonOption,
     MaskTokenOption,
@@ -42,7 +43,10 @@ def export(
     model_name: ModelName,
     output_dir: Annotated[Path, typer.Argument(metavar="OUT", help="An empty or new folder.")],
     mask_token_id: MaskTokenOption = None,
-    dtype: DtypeOption = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of the weights that are written.", show_default="as they are stored"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint that stock transformers decodes by blocks.
@@ -209,7 +213,8 @@ def serve(
             from setblock.serve import build
     except ImportError as error:
         raise ImportError(
-            f"serve needs more packages: pip install '.[serve]' in the checkout ({error})"
+            f"serve needs more packages ({error}): make setup in the checkout, or "
+            "pip install '.[serve]'"
         ) from None
     from setblock.generation import settings_for
     from setblock.settings import MODES
