@@ -152,7 +152,8 @@ def test_an_interrupt_keeps_the_lines_before_it(run, trained, tmp_path, monkeypa
 
     monkeypatch.setattr(evaluate, "run", interrupted)
     nothing = run("evaluate", trained, "--task", "json", "--out", tmp_path / "nothing.json", *SHORT)
-    assert (nothing.code, nothing.error) == (128 + number, how)
+    said = f"{how}: nothing was done by then that could be kept"
+    assert (nothing.code, nothing.error) == (128 + number, said)
     words = ["--task", "lists", "--task", "json", "--limit", "1", "--mode", "ntp", *SHORT]
     result = run("evaluate", trained, *words, "--out", path)
     assert (result.code, result.error) == (128 + number, f"{how}: {KEPT}")

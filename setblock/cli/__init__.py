@@ -128,7 +128,11 @@ def main() -> None:
             "tune": ": what is done is kept, go on with --resume",
             "benchmark": f": the rounds that were whole are in {out}",
         }
-        way = ways.get(command, "") if out is not None and out.is_file() else ""
+        way = ways.get(command, "")
+        if way and out is None:
+            way = ": nothing is kept without --out FILE"
+        elif way and out is not None and not out.is_file():
+            way = ": nothing was done by then that could be kept"
         if command == "speedup":
             way = ": what is done is kept, the same command goes on"
         fail(how + way, code)
