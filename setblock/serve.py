@@ -394,7 +394,7 @@ def _read(model: Model, forms: Sequence[tuple[str, dict[str, Any]]]) -> None:
     for field, option in forms:
         try:
             settings = settings_for(model, mode="ntp", **option)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
         for name in option:
             if (form := getattr(settings, name)) is None:

@@ -289,11 +289,12 @@ def test_only_variables_of_the_template_can_be_given(address, name):
 def test_what_is_nested_deeply(address, depth):
     """Is taken or refused, at whatever depth Python gives up."""
     value = "[" * depth + "]" * depth
-    content = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
-    content += f'"chat_template_kwargs": {{"x": {value}}}}}'
+    schema = f'{{"type": "json_schema", "json_schema": {{"schema": {{"x": {value}}}}}}}'
     kind = {"content-type": "application/json"}
-    response = httpx.post(f"{address}/v1/chat/completions", content=content, headers=kind)
-    assert response.status_code in (200, 400)
+    for field in (f'"chat_template_kwargs": {{"x": {value}}}', f'"response_format": {schema}'):
+        content = f'{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, {field}}}'
+        response = httpx.post(f"{address}/v1/chat/completions", content=content, headers=kind)
+        assert response.status_code in (200, 400)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"", b"3", b'{"a": }'])

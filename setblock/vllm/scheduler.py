@@ -1,6 +1,5 @@
 """vLLM's own schedulers of diffusion models, with what blocks need beyond them."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,24 +136,26 @@ class Blocks:
         return [*tokens, *[self.mask] * (masks if masks > 1 else 0)]
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """vLLM's, of answers of a given form: which tokens may come behind each token of a block,
-        up to its first that may not, where vLLM says which may come instead of each.
+        """Of answers of a given form, which tokens may come behind each token of a block, up to its
+        first that may not, and behind a prompt. (vLLM's own says which may come instead of each.)
         """
-        asked, kept = {}, []
-        for name, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
-            request = self.requests[name]
-            if tokens and request.use_structured_output:
-                held = tokens[: tokens.index(self.mask)] if self.mask in tokens else tokens
-                held = self.structured_output_manager.validate_tokens(request, held)
-                tokens = [*held, *[-1] * (len(tokens) + 1 - len(held))]
-            asked[name] = tokens
-        changed = replace(scheduler_output, scheduled_spec_decode_tokens=asked)
-        if (found := super().get_grammar_bitmask(changed)) is None:  # type: ignore[misc]
-            return None
-        for name in found.structured_output_request_ids:
-            lines = len(asked.get(name, ()))
-            kept += [False, *[True] * (lines - 1)] if lines else [True]
-        return replace(found, grammar_bitmask=found.grammar_bitmask[np.array(kept)])
+        from vllm.v1.core.sched.output import GrammarOutput  # type: ignore
+
+        manager, lines, names = self.structured_output_manager, [], []
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is None or not request.use_structured_output or request.is_prefill_chunk:
+                continue
+            tokens = scheduler_output.scheduled_spec_decode_tokens.get(name, [])
+            held = tokens[: tokens.index(self.mask)] if self.mask in tokens else tokens
+            held = manager.validate_tokens(request, held)
+            found = manager.grammar_bitmask(self.requests, [name], {name: [*held, -1]})
+            line = np.full((max(len(tokens), 1), found.shape[1]), -1, dtype=np.int32)
+            told = found[1 : len(held) + 1] if tokens else found[:1]
+            line[: len(told)] = told
+            lines.append(line)
+            names.append(name)
+        return GrammarOutput(names, np.concatenate(lines)) if names else None
 
     def _update_request_with_output(self, request: Any, ids: list[int], **more: Any) -> Any:
         if self.widths is not None:
