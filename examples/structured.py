@@ -96,11 +96,13 @@ class Told(NamedTuple):
     token_ids: tuple[int, ...]
     nfe: int
     seconds: float
+    settings: dict[str, Any]
 
 
 def asked_here(loaded: setblock.Model, prompt: list[dict[str, str]], how: dict[str, Any]) -> Told:
     [found] = setblock.generate(loaded, prompt, **how)
-    return Told(found.text, found.token_ids, found.nfe, found.decode_s)
+    settings = found.settings.described
+    return Told(found.text, found.token_ids, found.nfe, found.decode_s, settings)
 
 
 def asked_there(url: str, model: str, prompt: list[dict[str, str]], how: dict[str, Any]) -> Told:
@@ -124,7 +126,8 @@ def asked_there(url: str, model: str, prompt: list[dict[str, str]], how: dict[st
     told = response.json()
     forwards = told["metrics"]["speculative_decoding"]["num_spec_steps"]
     [choice] = told["choices"]
-    return Told(choice["message"]["content"], tuple(choice["token_ids"]), forwards, seconds)
+    ids = tuple(choice["token_ids"])
+    return Told(choice["message"]["content"], ids, forwards, seconds, how)
 
 
 def main(
@@ -173,7 +176,7 @@ def main(
             "median_forward_s": forward_s,
             "answer_s": statistics.median(one.seconds for one in found),
             "texts": [one.text for one in found],
-            "settings": {"max_new_tokens": max_new_tokens, **FORMATS[form]},
+            "settings": found[0].settings,
         }
         record["results"].append({"model": model, "dtype": "float32", **line})
         lines.append(

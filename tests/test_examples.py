@@ -175,6 +175,7 @@ def test_structured(tmp_path, monkeypatch):
         assert f"| {one['format']} | {one['mode']} |" in row
         assert f"| {one['num_tokens'] / one['nfe']:.2f} |" in row
         assert ("json_schema" in one["settings"]) == (one["format"] != "free")
+        assert (one["settings"]["mode"], one["settings"]["block_size"] > 0) == (one["mode"], True)
     assert script.tells_age('{"age": 31}', "Anna is 31.")
     assert not script.tells_age('{"age": 312}', "Anna is 31.")
     person = '{"name": "A", "age": 3, "city": "B", "hobbies": ["c"]}'
@@ -209,6 +210,7 @@ def test_structured_answers_of_a_server(tmp_path, monkeypatch):
     assert [one["tokens_per_forward"] for one in lines] == [1, 3, 1, 3]
     assert [one["fitting_share"] for one in lines] == [0, 0, 1, 1]
     assert all(one["answer_s"] >= one["median_forward_s"] > 0 for one in lines)
+    assert [one["settings"]["mode"] for one in lines] == ["ntp", "verified"] * 2
     assert "| schema | verified | 100% |" in table
     refused = lambda *_, **__: httpx.Response(400, text="no such model")  # noqa: E731
     monkeypatch.setattr(script.httpx, "post", refused)
