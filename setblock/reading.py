@@ -104,7 +104,8 @@ def with_room(make: Callable[[], Any]) -> Any:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()
+    while thread.is_alive():
+        thread.join(0.1)  # a signal that comes just before a wait without end does not end it
     if failed:
         raise failed[0]
     return found[0]
