@@ -28,8 +28,8 @@ from setblock.model import Model
 # Settings of transformers' generation that are ours as well.
 SHARED = (
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "min_p",
-    "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings",
-    "transformers_version",
+    "repetition_penalty", "min_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id",
+    "stop_strings", "transformers_version",
 )  # fmt: skip
 TOP_K = 50  # where sampling is asked for without one: transformers' own default
 # Those that change no token: caches, speed, or the form that our own code fills in.
@@ -57,10 +57,10 @@ def generate(
     """The prompts followed by their answers, padded on the right, as transformers returns them.
 
     given: settings of transformers' generation that this package has too (max_new_tokens,
-    do_sample, temperature, top_p, top_k, min_p, repetition_penalty, eos_token_id, pad_token_id,
-    stop_strings with tokenizer), and our own: mode, solver, block_size, seed, slide,
+    do_sample, temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens, eos_token_id,
+    pad_token_id, stop_strings with tokenizer), and our own: mode, solver, block_size, seed, slide,
     next_token_seed, fallback, draft, branches, seeds, lookup, lenience, json_schema, regex,
-    grammar, presence_penalty, frequency_penalty.
+    grammar, presence_penalty, frequency_penalty, logit_bias.
     stopping_criteria: those that are nothing but stop texts, a length or end tokens, see _stopping.
     Without a seed, sampling takes one from torch's generator, so that torch.manual_seed holds.
     Raises: ValueError naming what is not supported or out of range.
@@ -90,6 +90,8 @@ def generate(
     options["max_new_tokens"] = limit
     if config.repetition_penalty is not None:
         options["repetition_penalty"] = config.repetition_penalty
+    if config.min_new_tokens:
+        options["min_new_tokens"] = config.min_new_tokens
     if config.do_sample:
         options["temperature"] = 1.0 if config.temperature is None else config.temperature
         options["top_p"] = 1.0 if config.top_p is None else config.top_p

@@ -77,9 +77,7 @@ class DecodeState(Rows):
         if blocks.any():
             logits = self._chained(logits, context, slots, self._tokens_at(slots), first)
         else:
-            logits, _ = self._allowed(
-                self._penalised(logits, self.tokens[:, :0]), [()] * len(logits)
-            )
+            logits, _ = self._next(logits, self.tokens[:, :0], np.zeros_like(self.start))
         predictions = Predictions(logits, slots - self.prompt_end[:, None], self.steps)
         # A rule may change in place what it is given.
         chosen = self.sampler.pick(logits, rows, there, seeds)

@@ -361,6 +361,7 @@ class State(GenerationState):
 def _refusal(error: Exception, asked: Asked) -> Refused:
     """What an error of `setblock.generate` says, in the words of the request."""
     message = str(error).replace("max_new_tokens", asked.limited_by)
+    message = message.replace("min_new_tokens", "min_tokens")
     message = message.replace(", or name another by mask_token_id", "")  # not a client's
     if message.startswith("prompt 0 "):  # the only one
         message = message.replace("prompt 0", asked.prompt, 1)

@@ -84,10 +84,12 @@ def _answered(
     score = Score(list(known))
     done = {sample.index for sample in known}
     check: Any = nano.check if form is None else form.task.check
-    # In mode sbd, with penalties or of a form, tokens are not of the next-token distribution.
+    # In mode sbd, with penalties or biases, or of a form, tokens are not of the next-token
+    # distribution.
     settings = settings_for(model, **options)
     formed = any(getattr(settings, name) is not None for name in FORMATS)
-    plain = settings.mode != "sbd" and not settings.penalties and not formed
+    changed = formed or settings.penalties or settings.biases
+    plain = settings.mode != "sbd" and not changed
     asked: Any = {**options, "logprobs": 0} if plain else options
     answers = finished(model, prompts, batch_size=batch_size, skip=done, **asked)
     while True:

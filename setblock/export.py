@@ -55,9 +55,10 @@ def _write(model: Model, folder: Path) -> None:
     path = folder / "generation_config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     dropped = unsupported(content)
-    penalty = content.get("repetition_penalty")
-    if penalty not in (None, 1) and model.defaults["mode"] == "sbd":  # else it would be another
-        dropped["repetition_penalty"] = penalty
+    if model.defaults["mode"] == "sbd":  # else it would be another
+        for name, neutral in (("repetition_penalty", 1), ("min_new_tokens", 0)):
+            if content.get(name) not in (None, neutral):
+                dropped[name] = content[name]
     if content.get("suppress_tokens"):
         dropped["suppress_tokens"] = content["suppress_tokens"]
     for name, value in dropped.items():

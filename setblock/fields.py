@@ -27,6 +27,8 @@ TAKEN = {
     "return_token_ids": "true or false",
     "max_tokens": "an integer",
     "max_completion_tokens": "an integer",
+    "min_tokens": "an integer",
+    "logit_bias": "an object",
     "n": "an integer",
     "user": "a text",  # whose request it is, which changes no answer
     "metadata": "an object",  # likewise
@@ -44,7 +46,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 # Fields that are taken with a value that asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],),
     "tool_choice": ("none", "auto"), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
@@ -153,6 +155,16 @@ def json_schema_of(form: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(schema := told.get("schema"), dict):
         raise Refused(f"{place}.schema", f"must be an object, got {shown(schema)}")
     return schema
+
+
+def biases_of(given: dict[str, Any]) -> dict[int, Any]:
+    """What is added to the logits of tokens, whose ids are texts in JSON.
+
+    Raises: Refused for what is no id.
+    """
+    if wrong := [one for one in given if not (one.isascii() and one.isdecimal())]:
+        raise Refused("logit_bias", f"must be of token ids, got {shown(wrong[0])}")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def without_nulls(given: Any) -> Any:

@@ -15,7 +15,7 @@ from setblock.prompt_cache import PromptCache
 from setblock.results import Generation, Reveal
 from setblock.running import Answer, to_their_ends
 from setblock.sampling import Sampler
-from setblock.settings import FORMATS, PENALTIES, Settings
+from setblock.settings import BIASES, FORMATS, PENALTIES, Settings
 from setblock.solvers import Solver, parse
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class Options(TypedDict, total=False):
     mode "verified"; see settings.Settings.
     json_schema, regex, grammar: what the whole answer has to look like, at most one of them; a
     schema as its text or the object. repetition_penalty, presence_penalty, frequency_penalty: of
-    tokens that the text has; default off. With any of these six, decodes in mode "verified" where
+    tokens that the text has; default off. logit_bias: {token id: what is added to its logit}.
+    min_new_tokens: before an end token. With any of these eight, decodes in mode "verified" where
     the mode would be "sbd" by itself.
     logprobs: tell the log-probability of each token, and of so many of the likeliest in its place.
     """
@@ -68,13 +69,15 @@ class Options(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    min_new_tokens: int
     logprobs: int | None
 
 
 # Options that other libraries' generation has as well, by whatever name; the others are ours alone.
 COMMON = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
-    "ignore_eos", "logprobs",
+    "ignore_eos", "min_new_tokens", "logprobs",
 )  # fmt: skip
 OWN = tuple(name for name in Options.__annotations__ if name not in COMMON)
 
@@ -106,12 +109,17 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
             typed["json_schema"] = told
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json_schema must be JSON: {error}") from None
+    if (bias := typed.get("logit_bias")) is not None:
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias must be a dict of token ids and numbers, got {bias!r}")
+        typed["logit_bias"] = tuple(bias.items())
     given = {**model.defaults, **typed}
     idle = {name for name in typed.keys() & BLOCKS if typed[name] is not False}
     if "mode" not in typed and not model.chooses_mode and idle:
         given["mode"] = "sbd"
     by_token = [name for name in FORMATS if name in typed]
-    by_token += [name for name in PENALTIES if typed.get(name, PENALTIES[name]) != PENALTIES[name]]
+    neutral = PENALTIES | BIASES
+    by_token += [name for name in neutral if typed.get(name, neutral[name]) != neutral[name]]
     if by_token and "mode" not in typed and given["mode"] == "sbd":
         given["mode"] = "verified"
         if own := idle - {"block_size"} - ({"solver"} if typed.get("draft") == "solver" else set()):
@@ -316,6 +324,13 @@ def checked(
             )
         if "\ufffd" in stop:
             raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
+    if (least := settings.min_new_tokens) > (most := settings.max_new_tokens):
+        raise ValueError(f"min_new_tokens must be at most max_new_tokens, {most}, got {least}")
+    if unknown := [token for token, _ in settings.logit_bias if token >= model.vocab_size]:
+        raise ValueError(
+            f"logit_bias must be of token ids below {model.vocab_size}, the vocabulary of "
+            f"{model.name}, got {unknown[0]}"
+        )
     for row, prompt in enumerate(ids):
         _check_prompt(model, row, prompt, settings, options.get("max_new_tokens") is None)
     return settings, compiled(model, settings)

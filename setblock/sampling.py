@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -91,6 +91,20 @@ class Sampler:
         """
         if self.temperature == 0:
             return logits
+        seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
+        rows, position, seeds = to_device(logits.device, rows, position, seeds)
+        if ids is None:
+            ids = torch.arange(logits.shape[-1], device=logits.device)
+        return self.kept(logits, truncate) + gumbel(seeds, rows, position, ids)
+
+    def kept(
+        self, logits: Float[Tensor, "batch block vocab"], truncate: bool = True
+    ) -> Float[Tensor, "batch block vocab"]:
+        """What noise is added to: the logits by the temperature, the largest 0, with -inf for what
+        is left out; greedy ones as they are.
+        """
+        if self.temperature == 0:
+            return logits
         # The largest becomes 0 first, which no temperature, however small, makes overflow.
         never = logits == -torch.inf  # nor is it said where others are no numbers
         logits = logits.float() - logits.float().amax(dim=-1, keepdim=True)
@@ -99,11 +113,7 @@ class Sampler:
             kept = keep_likeliest(kept, self.top_k, self.top_p)
             if self.min_p:  # the largest is 0
                 kept = kept.masked_fill(kept < math.log(self.min_p), -torch.inf)
-        seeds = torch.full_like(rows, self.seed) if seeds is None else seeds
-        rows, position, seeds = to_device(logits.device, rows, position, seeds)
-        if ids is None:
-            ids = torch.arange(logits.shape[-1], device=logits.device)
-        return kept + gumbel(seeds, rows, position, ids)
+        return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +202,18 @@ def penalised(
     milder = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(met > 0, milder, logits)
     return logits - frequency * said - presence * (said > 0)
+
+
+def without_ends(
+    logits: Float[Tensor, "batch places vocab"],
+    ends: Int[Tensor, " ends"],
+    early: Bool[Tensor, "batch places"],
+) -> Float[Tensor, "batch places vocab"]:
+    """-inf for these tokens in places that are too early for them, unless nothing else is left."""
+    barred = torch.where(early[..., None], -torch.inf, logits[..., ends])
+    longer = logits.index_copy(-1, ends, barred)
+    stuck = longer.amax(dim=-1, keepdim=True) == -torch.inf
+    return torch.where(stuck, logits, longer)
 
 
 def gumbel(

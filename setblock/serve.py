@@ -33,6 +33,7 @@ from setblock.fields import (
     Asked,
     Refused,
     as_json,
+    biases_of,
     check,
     check_message,
     checked_tools,
@@ -124,6 +125,8 @@ class Answers:
             options.setdefault("seed", secrets.randbits(53))  # exact in every JSON reader
         options["json_schema"] = json_schema_of(body.get("response_format", TEXT))
         options["logprobs"] = self.logprobs(body)
+        options["min_new_tokens"] = body.get("min_tokens", 0)
+        options["logit_bias"] = biases_of(body.get("logit_bias", {}))
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         told_ids, fields = body.get("return_token_ids", False), frozenset(body)
         usage = body.get("stream_options", {}).get("include_usage", True)

@@ -16,6 +16,10 @@ DRAFTS = ("branches", "solver")
 FORMATS = ("json_schema", "regex", "grammar")  # what an answer has to look like
 # What changes the logits of tokens that the text has, and the value that changes nothing.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+# What else changes logits, and the value that changes nothing.
+BIASES = {"logit_bias": (), "min_new_tokens": 0}
+MOST_BIAS = 100  # as in OpenAI's API
+MOST_BIASES = 1024  # as in vLLM
 MOST_LOGPROBS = 20  # tokens that are told of a place
 MOST_QUERIES = 8192  # query tokens of a row's forward in mode verified
 OWN_OPTIONS = {
@@ -58,6 +62,10 @@ class Settings:
         arXiv:1909.05858, "Penalized sampling", as transformers has it.
     presence_penalty, frequency_penalty: likewise; taken from the logits of tokens that the answer
         has, the latter for each time. Source: OpenAI's API.
+    logit_bias: likewise; pairs of a token's id and what is added to its logit, in -100..100, before
+        penalties.
+    min_new_tokens: likewise; tokens of an answer before any of the model's end tokens may come,
+        unless a form leaves nothing else.
     logprobs: of each token the log-probability, and so many of the likeliest in its place with
         theirs; None is none of this. See running.TokenLogprob.
     """
@@ -83,6 +91,8 @@ class Settings:
     repetition_penalty: float | int = 1.0
     presence_penalty: float | int = 0.0
     frequency_penalty: float | int = 0.0
+    logit_bias: tuple[tuple[int, float | int], ...] = ()
+    min_new_tokens: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -149,6 +159,7 @@ class Settings:
             raise ValueError(f"logprobs must be an integer in 0..{MOST_LOGPROBS}, got {told!r}")
         self._check_formats()
         penalties_of(self, self.mode)  # in range
+        self._check_biases()
         longest = max(self.block_size, self.lookup + 1)
         lengths = min(self.branches or longest, longest)
         queries = longest + self.block_size * lengths * (1 + self.seeds)
@@ -188,6 +199,33 @@ class Settings:
             got = reprlib.repr(value)
             raise ValueError(f"json_schema must be an object or its JSON text, got {got}")
 
+    def _check_biases(self) -> None:
+        if (count := len(self.logit_bias)) > MOST_BIASES:
+            raise ValueError(f"logit_bias may be of {MOST_BIASES} tokens, got {count}")
+        for pair in self.logit_bias:
+            token, bias = pair
+            known = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if type(token) is not int or token < 0 or not (known and abs(bias) <= MOST_BIAS):
+                raise ValueError(
+                    f"logit_bias must be of token ids, each with a number in -{MOST_BIAS}.."
+                    f"{MOST_BIAS}, got {token!r}: {bias!r}"
+                )
+        least = self.min_new_tokens
+        if type(least) is not int or least < 0:
+            raise ValueError(f"min_new_tokens must be an integer of at least 0, got {least!r}")
+        if self.mode == "sbd" and (given := self.biases):
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
+                f"before it, got {value} in mode sbd"
+            )
+
+    @property
+    def biases(self) -> dict[str, Any]:
+        """Those that change something."""
+        given = {name: getattr(self, name) for name in BIASES}
+        return {name: value for name, value in given.items() if value != BIASES[name]}
+
     @property
     def penalties(self) -> dict[str, float | int]:
         """Those that change something."""
@@ -196,25 +234,26 @@ class Settings:
     @cached_property
     def shared(self) -> tuple["Settings", str]:
         """What answers that are decoded together have in common, to be compared: all but sampling,
-        penalties, stop texts, forms, limits that no draft is cut short by, and a solver that has no
-        say. A solver is known by its text.
+        penalties, biases, stop texts, forms, limits that no draft is cut short by, and a solver
+        that has no say. A solver is known by its text.
         """
         draft = 1 if self.mode == "ntp" else max(self.block_size, self.lookup + 1)
         most = min(self.max_new_tokens, draft)
-        free: dict[str, Any] = {**dict.fromkeys(FORMATS), **PENALTIES, "stop": ()}
+        free: dict[str, Any] = {**dict.fromkeys(FORMATS), **PENALTIES, **BIASES, "stop": ()}
         rest = replace(self, solver=FixedCount(1), sampler=Sampler(), max_new_tokens=most, **free)
         return rest, str(self.solver) if self.uses_solver else ""
 
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values; no solver where none has a say, no format, penalty, min_p or logprobs
-        where none is asked for.
+        """As JSON values; no solver where none has a say, no format, penalty, bias, min_p or
+        logprobs where none is asked for.
         """
         told = {**asdict(self), "solver": str(self.solver) if self.uses_solver else None}
         if not self.sampler.min_p:
             del told["sampler"]["min_p"]
-        idle = {name for name in (*FORMATS, "logprobs") if told[name] is None} | PENALTIES.keys()
-        return {k: v for k, v in told.items() if k not in idle} | self.penalties
+        idle = {name for name in (*FORMATS, "logprobs") if told[name] is None}
+        idle |= PENALTIES.keys() | BIASES.keys()
+        return {k: v for k, v in told.items() if k not in idle} | self.penalties | self.biases
 
     @property
     def uses_solver(self) -> bool:

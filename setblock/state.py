@@ -17,7 +17,7 @@ from setblock.chain import conditioned
 from setblock.grammar import Grammar
 from setblock.masks import Layout, decoding_layout
 from setblock.model import Model
-from setblock.sampling import Sampler, Samplers, of_rows, penalised
+from setblock.sampling import Sampler, Samplers, of_rows, penalised, without_ends
 from setblock.settings import PENALTIES, Settings
 from setblock.transfer import to_device
 
@@ -35,6 +35,8 @@ class Rows:
     seeds       [batch] of the row's sampling noise
     samplers    [batch] how its tokens are picked, but for the seed
     penalties   [batch, 3] of tokens that its text has, in the order of settings.PENALTIES
+    biases      [batch] (token, what is added to its logit) of each that has one
+    least       [batch] first position of an end token
     nfe         [batch] forwards counted so far
     revealed_at, entropy  [batch, capacity] forward and entropy of each generated token
     logprob     [batch, capacity] its log-probability, where settings.logprobs asks for it
@@ -50,7 +52,7 @@ class Rows:
     # Arrays with a line for each row, and those of them that have a column for each position.
     PER_ROW: ClassVar[tuple[str, ...]] = (
         *("tokens", "start", "prompt_end", "limit"),
-        *("rows", "seeds", "samplers", "penalties", "grammars", "errors"),
+        *("rows", "seeds", "samplers", "penalties", "biases", "least", "grammars", "errors"),
         *("nfe", "prefill_forwards", "cached"),
         *("revealed_at", "entropy", "logprob", "top", "top_logprob"),
     )
@@ -92,6 +94,10 @@ class Rows:
         self.samplers[:] = settings.sampler.seedless
         penalties = [getattr(settings, name) for name in PENALTIES]
         self.penalties = np.array([penalties] * len(prompts), dtype=np.float32)
+        self.biases = np.full(len(prompts), None)
+        for row in range(len(prompts)):
+            self.biases[row] = settings.logit_bias
+        self.least = self.start + settings.min_new_tokens
         self.nfe = np.zeros_like(self.start)
         self.revealed_at = np.zeros_like(self.tokens)
         self.entropy = np.zeros(self.tokens.shape, dtype=np.float32)
@@ -295,6 +301,39 @@ class Rows:
         top = logits.topk(self.top.shape[-1], dim=-1)
         own = logits.gather(-1, tokens[..., None]) - total
         return own[..., 0], top.indices, top.values - total
+
+    def _next(
+        self,
+        logits: Float[Tensor, "batch places vocab"],
+        drafts: Int[ndarray, "batch drafted"],
+        lengths: Int[ndarray, " batch"],
+    ) -> tuple[Float[Tensor, "batch places vocab"], Int[ndarray, " batch"]]:
+        """(next-token logits of the place behind each row's text, and behind each of so many tokens
+        drafted there, as its settings have them; for how many places, see `_allowed`).
+
+        drafts: the tokens of all places but the last, the mask token for none.
+        """
+        logits = self._penalised(self._biased(logits), drafts)
+        pairs = zip(drafts.tolist(), lengths.tolist(), strict=True)
+        logits, counts = self._allowed(logits, [draft[:length] for draft, length in pairs])
+        early = self.start[:, None] + np.arange(logits.shape[1]) < self.least[:, None]
+        if early.any() and (ends := sorted(self.model.eos_token_ids)):
+            logits = without_ends(logits, *to_device(logits.device, np.array(ends), early))
+        return logits, counts
+
+    def _biased(
+        self, logits: Float[Tensor, "batch places vocab"]
+    ) -> Float[Tensor, "batch places vocab"]:
+        """Each row's logits with its biases added."""
+        each = [(row, *pair) for row, pairs in enumerate(self.biases) for pair in pairs]
+        if not each:
+            return logits
+        rows, tokens, added = map(np.array, zip(*each, strict=True))
+        bits = added.astype(np.float32).view(np.int32)
+        rows, tokens, bits = to_device(logits.device, rows, tokens, bits)
+        logits = logits.float().clone()
+        logits[rows, :, tokens] += bits.to(torch.int32).view(torch.float32)[:, None]
+        return logits
 
     def _allowed(
         self, logits: Float[Tensor, "batch places vocab"], drafts: Sequence[Sequence[int]]

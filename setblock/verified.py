@@ -143,9 +143,7 @@ class VerifiedRows(Rows):
         Source: arXiv:2211.17192, "Lenience" in its appendix, for argmax.
         """
         sampler, longest = self.sampler, logits.shape[1] - 1
-        logits = self._penalised(logits, self.draft[:, :longest])
-        drafts = zip(self.draft.tolist(), self.length.tolist(), strict=True)
-        logits, counts = self._allowed(logits, [draft[:length] for draft, length in drafts])
+        logits, counts = self._next(logits, self.draft[:, :longest], self.length)
         self.length = np.minimum(self.length, counts - 1)  # as far as something may follow it
         rows, there, seeds = map(torch.from_numpy, (self.rows, places, self.seeds))
         exact, nats = sampler.pick(logits, rows, there, seeds), entropy(logits)

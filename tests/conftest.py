@@ -54,7 +54,16 @@ MIXED = ["sliding_attention", "full_attention"]
 # Files that decode or train with many networks and settings, or run long commands. To look at types
 # and shapes of arguments would take half of their time; other files do so for the same functions.
 UNCHECKED = {
-    *("answers", "architectures", "benchmark", "calls", "calls_refusals", "chain", "cli_tune"),
+    *(
+        "answers",
+        "architectures",
+        "benchmark",
+        "biases",
+        "calls",
+        "calls_refusals",
+        "chain",
+        "cli_tune",
+    ),
     *("decode", "finetune", "graphs", "plan", "penalties", "prompt_cache", "serve", "speedup"),
     *("train_families", "transfer", "tune", "verified"),
 }

@@ -42,6 +42,10 @@ KEYS = [
             {"mode": "verified", "repetition_penalty": 1.3, "presence_penalty": -0.5},
         ),
         (
+            ["--logit-bias", "40=5.5", "--logit-bias", "41=-100", "--min-new-tokens", "7"],
+            {"logit_bias": {40: 5.5, 41: -100}, "min_new_tokens": 7},
+        ),
+        (
             ["--mode", "sbd", "--next-token-seed", "--fallback", "0.5"],
             {"mode": "sbd", "next_token_seed": True, "fallback": 0.5},
         ),
@@ -67,7 +71,25 @@ def test_the_command_answers_as_the_python_interface(run, trained, words, option
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert tuple(answer["reveal_step"]) == expected.reveal_step
     assert (answer["nfe"], answer["text"]) == (expected.nfe, expected.text)
-    assert {key: answer[key] for key in options} == options
+    told = json.loads(json.dumps(options))  # whose names are texts
+    assert {key: answer[key] for key in options} == told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["40"], "--logit-bias must be ID=BIAS, such as 42=-5, got 40"),
+        (["x=3"], "--logit-bias must be ID=BIAS, such as 42=-5, got x=3"),
+        (["4=nan"], "--logit-bias must be ID=BIAS, such as 42=-5, got 4=nan"),
+        (["4=1", "4=2"], "--logit-bias may be given once for a token, got 4 twice"),
+        (["4=101"], "logit_bias must be of token ids, each with a number in -100..100, got 4: 101"),
+    ],
+)
+def test_biases_that_are_none(run, trained, given, message):
+    words = [word for one in given for word in ("--logit-bias", one)]
+    result = run("generate", trained, "--prompt", "hi", *words)
+    assert result.code == 1
+    assert message in result.err
 
 
 def test_json_of_sbd(run, trained):

@@ -126,6 +126,9 @@ def test_repetition_penalty_and_min_p_are_those_of_transformers(network, tokeniz
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network.generation_config, "repetition_penalty", 1.4)
         assert new(network, ids, max_new_tokens=12) == found
+    later = new(network, ids, min_new_tokens=11, logit_bias={5: 3.0}, max_new_tokens=12)
+    how = {"mode": "ntp", "min_new_tokens": 11, "logit_bias": {5: 3.0}, "max_new_tokens": 12}
+    assert later == ours(exported, **how)
     greedy = ours(exported, max_new_tokens=12)
     sampled = {"do_sample": True, "min_p": 1.0, "max_new_tokens": 12}
     assert new(network, ids, **sampled) == greedy
@@ -402,6 +405,7 @@ def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, c
     wanted = {
         "repetition_penalty": 1.05,
         "length_penalty": 1.05,
+        "min_new_tokens": 7,
         "suppress_tokens": [5, 6],
         "do_sample": True,
         "top_k": 20,
@@ -413,11 +417,12 @@ def test_settings_that_blocks_have_not_are_left_out(run, checkpoint, tmp_path, c
         for one in (
             "length_penalty=1.05",
             "repetition_penalty=1.05",
+            "min_new_tokens=7",
             "suppress_tokens=[5, 6]",
         )
     ]
     content = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert not content.keys() & {"length_penalty", "repetition_penalty"}
+    assert not content.keys() & {"length_penalty", "repetition_penalty", "min_new_tokens"}
     assert content["suppress_tokens"] == [load(folder).mask_token_id]
     assert content["top_k"] == 20
     network = ANY.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)

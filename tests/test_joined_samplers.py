@@ -1,4 +1,4 @@
-"""Answers of different temperatures, truncations and penalties that are decoded together."""
+"""Answers of different temperatures, truncations, penalties and biases, decoded together."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ NOISES: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05}, {"top_p": 0.5},
 ]  # fmt: skip
 PENALTIES: list[dict[str, Any]] = [
-    {}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.5}, {"frequency_penalty": -0.8},
+    {}, {"repetition_penalty": 1.3, "min_new_tokens": 4},
+    {"presence_penalty": 1.5, "logit_bias": {5: 3.0, 7: -100.0}}, {"frequency_penalty": -0.8},
     {"repetition_penalty": 0.7, "presence_penalty": 0.3, "frequency_penalty": 0.4},
 ]  # fmt: skip
 

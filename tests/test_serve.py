@@ -269,9 +269,19 @@ def test_penalties_of_a_request(client, nano):
     assert found.setblock["token_ids"] == list(expected[0].token_ids)
 
 
+def test_biases_of_a_request(client, nano):
+    how: Any = {"logit_bias": {40: 5.5, 41: -100}, "min_new_tokens": 70}
+    expected = generate(nano, QUESTIONS[0], chat=True, max_new_tokens=80, mode="ntp", **how)
+    named: Any = {"logit_bias": {"40": 5.5, "41": -100}, "min_tokens": 70}
+    found = chat(client, QUESTIONS[0], max_tokens=80, **named)
+    assert found.setblock["mode"] == "verified"
+    assert found.setblock["token_ids"] == list(expected[0].token_ids)
+    assert found.usage.completion_tokens > 70
+
+
 def test_values_that_ask_for_nothing_are_taken(client):
     extra = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me"}
-    extra |= {"metadata": {"run": "1"}, "top_p": None}
+    extra |= {"metadata": {"run": "1"}, "top_p": None, "min_tokens": 0}
     extra |= {"response_format": {"type": "text"}, "logprobs": False}
     assert chat(client, "hi", **extra).choices
 

@@ -20,7 +20,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
     ({"repetition_penalty": 0}, "repetition_penalty must be a number in 0.01..100, got 0"),
     ({"min_p": 2}, "min_p must be a number in 0..1"),
-    ({"logit_bias": {"5": 1}}, "logit_bias is not"),
+    ({"logit_bias": {"a": 1}}, "logit_bias must be of token ids, got 'a'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias must be of token ids, each with a number in -100..10"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias must be of token ids below 1024, the vocabulary of"),
+    ({"logit_bias": [5]}, "logit_bias must be an object"),
+    ({"min_tokens": -1}, "min_tokens must be an integer of at least 0, got -1"),
     ({"user": 5}, "user must be a text, got 5"),
     ({"metadata": "me"}, "metadata must be an object, got 'me'"),
     (
@@ -100,6 +104,21 @@ def test_several_answers_are_neither_streamed_nor_calls(address, fields):
     error = refused(address, turn, "chat/completions")
     [name] = fields
     assert (error["message"], error["param"]) == (f"n must be 1 with {name}, got 2", "n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {"5": 1}, "mode": "sbd"}, "logit_bias is for modes ntp and verified"),
+        ({"min_tokens": 2, "mode": "sbd"}, "min_tokens is for modes ntp and verified"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most max_tokens, 8, got 9"),
+        ({"min_tokens": 10**6}, "min_tokens must be at most max_tokens, "),
+    ],
+)
+def test_biases_that_have_no_place(address, fields, message):
+    error = refused(address, {"prompt": "a", **fields})
+    assert error["message"].startswith(message)
+    assert error["param"] == next(iter(fields))
 
 
 def test_what_only_a_stream_has(address):

@@ -1,7 +1,9 @@
 """The command that answers a prompt: generate."""
 
 import json
+import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +25,7 @@ from setblock.cli.common import (
     warn_unfit,
 )
 from setblock.cli.options import (
+    BiasOption,
     BlockSizeOption,
     BranchesOption,
     Compile,
@@ -33,6 +36,7 @@ from setblock.cli.options import (
     FallbackOption,
     FrequencyOption,
     JsonOption,
+    LeastOption,
     LenienceOption,
     LookupOption,
     MaskTokenOption,
@@ -106,6 +110,8 @@ def generate(
     repetition_penalty: RepetitionOption = 1.0,
     presence_penalty: PresenceOption = 0.0,
     frequency_penalty: FrequencyOption = 0.0,
+    logit_bias: BiasOption = None,
+    min_new_tokens: LeastOption = 0,
     seed: SeedOption = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
@@ -172,6 +178,7 @@ def generate(
         unread = all(one is None for one in sources) or str(messages) == "-"
         if str(file) == "-" and unread:
             raise ValueError(f"{option} - leaves no stdin for the prompt: give PROMPT or a file")
+    biases = _read_biases(logit_bias or ())
     asked = _read_prompt(model_name, text, prompt, prompt_file, messages, prompt_ids)
     refuse_unsampled(temperature, top_p=top_p != 1, top_k=top_k, min_p=min_p, seed=seed)
     if prompt_ids and chat:
@@ -196,6 +203,8 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
+        "logit_bias": biases,
+        "min_new_tokens": min_new_tokens,
         "seed": seed,
         "stop": tuple(stop or ()),
         "ignore_eos": ignore_eos,
@@ -316,6 +325,8 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "regex": settings.regex,
         "grammar": settings.grammar,
         **{name: getattr(settings, name) for name in PENALTIES},
+        "logit_bias": dict(settings.logit_bias),
+        "min_new_tokens": settings.min_new_tokens,
         "model": model.name,
         "mask_token_id": model.mask_token_id,
         "mask_token_source": model.mask_token_source,
@@ -323,6 +334,23 @@ def to_json(generation: "Generation", model: "Model") -> dict[str, Any]:
         "packed": model.packed,
         "device": str(model.device),
     }
+
+
+def _read_biases(given: Iterable[str]) -> dict[int, float]:
+    """Raises: ValueError for what is no token id and a number, or an id given twice."""
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            number = float(bias)
+        except ValueError:
+            number = math.nan
+        if not (token.isascii() and token.isdecimal()) or math.isnan(number):
+            raise ValueError(f"--logit-bias must be ID=BIAS, such as 42=-5, got {text}")
+        if int(token) in found:
+            raise ValueError(f"--logit-bias may be given once for a token, got {token} twice")
+        found[int(token)] = number
+    return found
 
 
 def _without_break(text: str) -> str:

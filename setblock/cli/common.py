@@ -215,6 +215,7 @@ def warm_up(model: "Model", options: dict[str, Any]) -> None:
     few = 24 if model.compiled else 2  # as many as bring every kind of forward
     few = min(few, options.get("max_new_tokens") or few)
     own: Any = {**options, "max_new_tokens": few, "ignore_eos": True, "stop": ()}
+    own["min_new_tokens"] = 0
     own |= dict.fromkeys(FORMATS)  # which know how an answer ends
     answer(model, [[first]], **own)
 

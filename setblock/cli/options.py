@@ -184,6 +184,24 @@ FrequencyOption = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+BiasOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=BIAS",
+        help="Modes ntp and verified: add so much, in -100..100, to the logit of the token with "
+        "this id; may be given again.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+LeastOption = Annotated[
+    int,
+    typer.Option(
+        "--min-new-tokens",
+        help="Modes ntp and verified: generated tokens before an end token may come.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Of the sampling noise.", rich_help_panel=SAMPLING)]
 DtypeOption = Annotated[
     Dtype | None,
