@@ -11,7 +11,8 @@ class TokenLogprob:
 
     As its entropy this is of the distribution that the token was chosen from, without temperature,
     top_k and the like, but with penalties, biases and form: in modes "ntp" and "verified" the
-    next-token one, in mode "sbd" that of the slot, or of a next token where a block begins with one.
+    next-token one, in mode "sbd" that of the slot, or of a next token where a block begins with
+    one.
     top: (token id, log-probability) of the likeliest in its place, the likeliest first; fewer than
     asked for where fewer are possible.
     """

@@ -23,7 +23,7 @@ def params(**extra: Any) -> Any:
         all_stop_token_ids={2}, stop_token_ids=[], n=1, min_p=0.0, min_tokens=0, logit_bias=None,
         bad_words=None, allowed_token_ids=None, presence_penalty=0.0, frequency_penalty=0.0,
         repetition_penalty=1.0, logprobs=None, prompt_logprobs=None, logprob_token_ids=None,
-        structured_outputs=None, repetition_detection=None,
+        structured_outputs=None, repetition_detection=None, bad_words_token_ids=None,
     )  # fmt: skip
 
 

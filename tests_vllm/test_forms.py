@@ -1,11 +1,7 @@
 """Answers of a given form: what next-token decoding says within it, in fewer forwards."""
 
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import plain
 from test_engine import PENALISED, WAYS, Request, agree, answers, counter, mixed, prompts
 from test_fused import BRANCHES, FUSED, SLIDING, steps
 from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
@@ -36,6 +33,20 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA},
     {"choice": ["forty-two", "forty-three", "none of these"]},
     {"grammar": 'root ::= "say " [a-z]+ (" and " [a-z]+){1,3} "!"'},
+    # What these force begins and ends within characters, of which a token may be a part.
+    {"regex": "日本(人|語)は(好き|嫌い)です[。!]"},
+    {"choice": ["un thé", "un thè", "un thê"]},
+    {
+        "json": {
+            "type": "object",
+            "properties": {
+                "性别": {"enum": ["男", "女"]},
+                "姓名": {"type": "string", "maxLength": 6},
+            },
+            "required": ["性别", "姓名"],
+            "additionalProperties": False,
+        }
+    },
 )
 BY_BRANCHES = ({}, *BRANCHES)
 VERIFIED = (*BY_BRANCHES, {"mode": "verified", "draft": "solver"}, {"mode": "ntp"})
@@ -70,37 +81,13 @@ def next_tokens(engine: Any, requests: Sequence[Formed]) -> list[tuple[int, ...]
     return [found for one in single for found in answers(engine, [one])]
 
 
-PLAIN = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
-if __name__ == "__main__":
-    model, asked, more = json.load(sys.stdin)
-    engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=512, **more)
-    same = {"temperature": 0.0, "logit_bias": {3: -100.0}}  # no masks
-    params = [
-        SamplingParams(
-            **same, **more, max_tokens=most, structured_outputs=StructuredOutputsParams(**form)
-        )
-        for _, most, more, form in asked
-    ]
-    prompts = [{"prompt_token_ids": one} for one, *_ in asked]
-    found = engine.generate(prompts, params, use_tqdm=False)
-    print("ids", json.dumps([list(one.outputs[0].token_ids) for one in found]))
-"""
-
-
 def of_plain(folder: Path, requests: Sequence[Formed], **settings: Any) -> list[tuple[int, ...]]:
-    """What vLLM as it is says to these, in a process of its own."""
-    env = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
-    asked = [(one.ids, one.max_tokens, one.sampling, one.form) for one in requests]
-    given = json.dumps([str(folder), asked, settings])
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN], input=given, text=True, env=env, capture_output=True,
-        check=True,
-    )  # fmt: skip
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("ids ")]
-    return [tuple(one) for one in json.loads(line.removeprefix("ids "))]
+    """What vLLM as it is says to these."""
+    asked = [
+        (one.ids, {**one.sampling, "max_tokens": one.max_tokens, "form": one.form})
+        for one in requests
+    ]
+    return [one.ids for one in plain(folder, asked, **settings)]
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
@@ -218,6 +205,12 @@ def test_the_end_of_the_context(engine, model):
         (FUSED, {}, {"ignore_eos": True}, "structured_outputs can't be used with ignore_eos"),
         ({}, {"mode": "verified"}, {}, "they can't be had with --no-fused"),
         (FUSED, {}, {"form": {"regex": "(unclosed"}}, "regex"),
+        (
+            {**FUSED, "structured_outputs_config": {"backend": "outlines"}},
+            {},
+            {"form": {"regex": "[a-z]{100}"}},
+            "structured_outputs need the backend xgrammar or guidance, which take back",
+        ),
     ],
 )
 def test_what_is_refused(engine, model, settings, way, fields, message):
@@ -277,6 +270,34 @@ def test_fitted(texts, held, most, expected):
     encode: Any = str.split
     found = fitted(grammar, encode, lambda: None, held.split(), most)
     assert (found, grammar.said) == (expected.split(), [])
+
+
+class Bytes(Words):
+    """As xgrammar, whose forced text must be of whole characters."""
+
+    def find_jump_forward_string(self) -> str:
+        return (super().find_jump_forward_string().encode() + "é".encode()[:1]).decode()
+
+
+def test_fitted_to_a_text_that_ends_within_a_character():
+    grammar: Any = Bytes("a b c d", "a b c e")
+    encode: Any = str.split
+    assert fitted(grammar, encode, lambda: None, ["a", "x"], 9) == ["a", "b", "c"]
+    grammar = Bytes("a b", "a c")  # it begins within one
+    assert fitted(grammar, encode, lambda: None, ["a", "x"], 9) == ["a"]
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded():
+    lengths: list[int] = []
+
+    def encode(text: str) -> Any:
+        lengths.append(len(text))
+        return text.split()
+
+    words = ["on"] * 50_000
+    grammar: Any = Words(" ".join(words))
+    assert fitted(grammar, encode, lambda: None, ["on"], 8) == words[:8]
+    assert max(lengths) < 500
 
 
 def test_fitted_without_a_backend_that_tells():

@@ -19,7 +19,7 @@ import pytest
 import torch
 from test_engine import Request
 
-from setblock import nano
+from setblock import likelihood, nano
 from setblock.generation import generate
 from setblock.loading import load
 
@@ -151,10 +151,8 @@ def test_seeds_and_stops(client, model):
         ),
         ({"solver": "fixed:1" + "0" * 40}, {}, "n must be an integer from 1 to 2147483647"),
         ({}, {"temperature": 3.0}, "temperature"),
-        ({}, {"n": 2, "temperature": 1.0}, "n is not supported by set block decoding"),
-        ({}, {"logprobs": True}, "logprobs is not supported by set block decoding"),
         ({"mode": "sbd"}, {"presence_penalty": 1.0}, "presence_penalty is for modes ntp and verif"),
-        ({}, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        ({"mode": "sbd"}, {"logit_bias": {"5": 1}}, "logit_bias is for modes ntp and verified"),
         (
             {"mode": "sbd"},
             {"response_format": {"type": "json_object"}},
@@ -210,6 +208,51 @@ def test_without_a_seed_texts_differ(client):
             for seed in [*seeds, *seeds]
         }
         assert (len(texts) == 1) == (len(seeds) == 1)
+
+
+@pytest.mark.parametrize("mode", ["sbd", "verified", "ntp"])
+def test_log_probabilities(client, mode):
+    told = {"logprobs": True, "top_logprobs": 3}
+    answer = ask(client, QUESTIONS[0], {"mode": mode}, **told).choices[0]
+    content = answer.logprobs.content
+    assert "".join(one.token for one in content).startswith(answer.message.content)
+    for one in content:
+        assert one.logprob <= one.top_logprobs[0].logprob <= 0
+        assert len(one.top_logprobs) == 3
+    assert sum(one.logprob == one.top_logprobs[0].logprob for one in content) >= len(content) - 2
+    chunks = ask(client, QUESTIONS[0], {"mode": mode}, stream=True, **told)
+    parts = [one.choices[0].logprobs for one in chunks if one.choices]
+    assert [one for part in parts if part for one in part.content] == content
+
+
+@pytest.mark.parametrize("own", [{"mode": "sbd"}, {"mode": "verified"}])
+def test_a_text_is_judged_by_its_echo(client, model, own):
+    """What lm-eval asks of a server."""
+    reference, text = model("nano"), "12 + 30 = 42. So the answer is 42."
+    answer = client.completions.create(
+        model="nano", prompt=text, echo=True, max_tokens=1, logprobs=2, temperature=0.0,
+        extra_body={"vllm_xargs": own},
+    )  # fmt: skip
+    told = answer.choices[0].logprobs
+    ids = reference.encode(text)
+    judged = likelihood.next_tokens(reference, ids, 1).logprobs
+    assert len(told.token_logprobs) == len(ids) + 1
+    assert told.token_logprobs[0] is None
+    assert told.token_logprobs[1:-1] == pytest.approx(judged.tolist(), abs=1e-3)
+
+
+def test_several_answers_and_what_they_may_say(client):
+    for mode in ("sbd", "verified"):
+        more: Any = {"n": 3, "temperature": 2.0}
+        choices = ask(client, QUESTIONS[2], {"mode": mode}, **more).choices
+        assert len({one.message.content for one in choices}) > 1
+        assert [one.index for one in choices] == [0, 1, 2]
+    usual, other = (
+        ask(client, QUESTIONS[0], logprobs=True, **more).choices[0]
+        for more in ({}, {"logit_bias": {"41": 100}, "max_tokens": 5})
+    )
+    assert len({one.token for one in other.logprobs.content}) == 1
+    assert len({one.token for one in usual.logprobs.content}) > 5
 
 
 def test_tokens_are_counted_to_the_answers_end(client):

@@ -1,4 +1,4 @@
-"""What vLLM's second model runner lacks on a CPU without Triton: eight kernels, in numpy.
+"""What vLLM's second model runner lacks on a CPU without Triton: a few kernels, in numpy.
 
 For trying the plugin on a machine without a GPU. `install()` must run in each process of vLLM's
 before it builds an engine. Each function says what the kernel of the same name in
@@ -149,6 +149,30 @@ def expand_idx_mapping(
         local[cu[place] : cu[place + 1]] = np.arange(cu[place + 1] - cu[place])
 
 
+def topk_log_softmax(
+    output: Any, logits: Any, stride: int, ids: Any, ids_stride: int, topk: int, vocab_size: int,
+    BLOCK_SIZE: int, TOPK_BLOCK_SIZE: int,
+) -> None:  # fmt: skip
+    scores = logits.float()
+    output[:] = scores.gather(-1, ids) - scores.logsumexp(dim=-1, keepdim=True)
+
+
+def ranks(
+    output: Any, logits: Any, stride: int, ids: Any, vocab_size: int, BLOCK_SIZE: int
+) -> None:
+    output[:] = (logits >= logits.gather(-1, ids.long()[:, None])).sum(dim=-1)
+
+
+def prompt_logprobs_token_ids(
+    output: Any, starts: Any, rows: Any, computed: Any, all_ids: Any, stride: int, BLOCK_SIZE: int
+) -> None:
+    starts = starts.tolist()
+    for place, row in enumerate(rows.tolist()):
+        begin, end, first = starts[place], starts[place + 1], int(computed[row]) + 1
+        found = all_ids[row, first : first + end - begin]
+        output[begin : begin + len(found)] = found
+
+
 KERNELS = {
     "buffer_utils._apply_write_kernel": apply_write,
     "block_table._gather_block_tables_kernel": gather_block_tables,
@@ -158,6 +182,9 @@ KERNELS = {
     "input_batch._combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
     "input_batch._post_update_kernel": post_update,
     "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
+    "sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
+    "sample.logprob._ranks_kernel": ranks,
+    "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": prompt_logprobs_token_ids,
 }
 
 
@@ -175,7 +202,7 @@ def install() -> None:
     triton: Any = triton_utils.triton
     triton.next_power_of_2 = lambda count: 1 << max(count - 1, 0).bit_length()
     # Only now: these modules look at HAS_TRITON and at Triton's functions as they are imported.
-    for name in {name.split(".")[0] for name in KERNELS}:
+    for name in {name.rpartition(".")[0] for name in KERNELS}:
         importlib.import_module(f"vllm.v1.worker.gpu.{name}")
     worker: Any = importlib.import_module("vllm.v1.worker.gpu_worker")
     worker.HAS_TRITON = True  # in vLLM 0.33 it looks once more

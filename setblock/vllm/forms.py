@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+LONG = 16  # characters that few tokens have
+
 
 def fitted(
     grammar: Any,
@@ -34,7 +36,7 @@ def fitted(
     try:
         going = say(held[:1])
         while going and len(tokens) < most and not grammar.is_terminated():
-            only = _only(grammar, encode)
+            only = _only(grammar, encode, most)
             drafted = held[len(tokens) : len(tokens) + 1]
             # Where a forced text ends, its last token may be part of a longer one.
             going = say(only[:-1]) or say(drafted) or say(only)
@@ -46,14 +48,19 @@ def fitted(
     return tokens or list(held[:1])
 
 
-def _only(grammar: Any, encode: Callable[[str], list[int]]) -> list[int]:
-    """Tokens that the form leaves no choice of, as far as vLLM's backend tells of them."""
+def _only(grammar: Any, encode: Callable[[str], list[int]], most: int) -> list[int]:
+    """Tokens that the form leaves no choice of, as far as vLLM's backend tells of them: about so
+    many if there are more.
+    """
     if (guidance := getattr(grammar, "ll_matcher", None)) is not None:
         return list(guidance.compute_ff_tokens())
     matcher = getattr(grammar, "matcher", None)
     find = getattr(matcher, "find_jump_forward_string", None)
-    text = find() if find is not None else ""
-    return encode(text) if text else []
+    try:
+        text = find() if find is not None else ""
+    except UnicodeDecodeError as error:  # it begins or ends within a character
+        text = error.object[: error.start].decode()
+    return encode(text[: LONG * (most + 1)]) if text else []
 
 
 def only_end(grammar: Any, bits: Any, ends: Sequence[int]) -> int | None:

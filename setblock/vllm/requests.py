@@ -4,20 +4,60 @@ Through SamplingParams.extra_args (over HTTP: vllm_xargs): the names of OWN. Eve
 vLLM's own; what the plugin does not do is refused when the request comes.
 """
 
+import hashlib
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
-from setblock.settings import DRAFTS, MODES, PENALTIES, penalties_of
+from setblock.settings import DRAFTS, MODES, MOST_LOGPROBS, PENALTIES, penalties_of
 from setblock.solvers import ConfidentPrefix, Solver, parse
 
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
 MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
-SEED = "setblock_seed"  # of a request that names none
+SEED = "setblock_seed"  # of a request that names none, and of all of its answers
 HOLDS = "setblock_holds"  # of a request, see `Decoding.holds`
+BACKENDS = ("xgrammar", "guidance")  # of vLLM, for forms of answers
 NO_PENALTIES = tuple(PENALTIES.values())
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a request asks of the tokens of its answer, in modes "verified" and "ntp".
+
+    only: its tokens, if not all may be said. biases: what is added to the logits of tokens.
+    least, ends: tokens of the answer before any of the latter. unsaid: words as their tokens.
+    """
+
+    only: tuple[int, ...] = ()
+    biases: tuple[tuple[int, float], ...] = ()
+    least: int = 0
+    ends: tuple[int, ...] = ()
+    unsaid: tuple[tuple[int, ...], ...] = ()
+
+
+NO_WISHES = Wishes()
+WISHES = ("allowed_token_ids", "logit_bias", "min_tokens", "bad_words")  # vLLM's names of them
+
+
+def _wishes_of(params: Any, mode: str) -> Wishes:
+    """Raises: ValueError in a mode that does not know them."""
+    if not (given := [name for name in WISHES if getattr(params, name)]):
+        return NO_WISHES
+    if mode == "sbd":
+        name = given[0]
+        raise ValueError(
+            f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
+            f"before it, got {getattr(params, name)!r} in mode sbd"
+        )
+    return Wishes(
+        tuple(params.allowed_token_ids or ()),
+        tuple((params.logit_bias or {}).items()),
+        params.min_tokens,
+        tuple(sorted(params.all_stop_token_ids)) if params.min_tokens else (),
+        tuple(map(tuple, params.bad_words_token_ids or ())),
+    )
 
 
 @dataclass(frozen=True)
@@ -34,6 +74,7 @@ class Decoding:
     slide: mode "sbd": a block begins behind the last final token. What the solver reveals is
     without a gap then, and the next forward commits all of it.
     penalties: as `settings.PENALTIES`, of next-token logits; all neutral in mode "sbd".
+    told: as `Settings.logprobs`.
     """
 
     verified: bool
@@ -45,6 +86,8 @@ class Decoding:
     lenience: float | int = 1
     slide: bool = False
     penalties: tuple[float | int, ...] = NO_PENALTIES
+    wishes: Wishes = NO_WISHES
+    told: int | None = None
 
     @property
     def commits(self) -> bool:
@@ -70,9 +113,11 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     knowing = params.structured_outputs is not None or penalties_of(params, "ntp")
+    knowing = knowing or any(getattr(params, name) for name in WISHES)
     if knowing and mode == "sbd" and "mode" not in extra:  # as `setblock.generate` has it
         mode = "verified"
     penalties = PENALTIES | penalties_of(params, mode)
+    wishes = _wishes_of(params, mode)
     if params.structured_outputs is not None:
         _check_form(params, mode, defaults)
     solver = extra.get("solver", defaults.get("solver", "entropy:0.1"))
@@ -112,9 +157,8 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
         min_p=params.min_p,
     )
     own = parse(solver), size, replace(sampler, seed=0)
-    return Decoding(
-        mode != "sbd", *own, branches, lookup, lenience, slide, tuple(penalties.values())
-    )
+    asked = tuple(penalties.values()), wishes, params.logprobs
+    return Decoding(mode != "sbd", *own, branches, lookup, lenience, slide, *asked)
 
 
 def _check_form(params: Any, mode: str, defaults: dict[str, Any]) -> None:
@@ -179,9 +223,14 @@ def _by_branches(extra: dict[str, Any], mode: str, defaults: dict[str, Any]) -> 
     return draft == "branches" or (not given and mode == "verified" and able and not solver)
 
 
-def seed_of(params: Any) -> int:
-    """The seed of a request that was accepted: a fresh one where it names none."""
-    return int((params.extra_args or {}).get(SEED, 0) if params.seed is None else params.seed)
+def seed_of(params: Any, name: str) -> int:
+    """The seed of a request that was accepted: a fresh one where it names none, and another for
+    each of several answers, which vLLM makes requests with names of their own.
+    """
+    if params.seed is not None:
+        return int(params.seed)
+    fresh = (params.extra_args or {}).get(SEED, 0)
+    return int.from_bytes(hashlib.sha256(f"{fresh} {name}".encode()).digest()[:7], "big")
 
 
 def width_of(params: Any, served: int) -> int:
@@ -208,15 +257,15 @@ def _refuse(params: Any) -> None:
         raise ValueError(
             f"stop_token_ids: at most {MOST_STOPS} tokens may end a request, got {ends}"
         )
-    neutral = {
-        "n": 1, "min_tokens": 0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None,
-        "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-        "repetition_detection": None,
-    }  # fmt: skip
-    for name, value in neutral.items():
-        given = getattr(params, name)
-        if given != value and given not in ([], {}):
+    names = (
+        "logprob_token_ids", "repetition_detection", "thinking_token_budget",
+        "trace_decode_token_ids",
+    )  # fmt: skip
+    for name in names:
+        if (given := getattr(params, name, None)) is not None and given != []:
             raise ValueError(f"{name} is not supported by set block decoding, got {given!r}")
+    if (told := params.logprobs) is not None and not 0 <= told <= MOST_LOGPROBS:
+        raise ValueError(f"logprobs must lie in 0..{MOST_LOGPROBS}, got {told}")
 
 
 def install() -> None:
@@ -250,7 +299,15 @@ def install() -> None:
         self.extra_args = {**(self.extra_args or {}), **own}
 
     def validate_form(self: Any, model_config: Any, *more: Any) -> None:
-        of_forms(self, _InOrder(model_config) if is_ours(model_config) else model_config, *more)
+        if not is_ours(model_config):
+            of_forms(self, model_config, *more)
+            return
+        of_forms(self, _InOrder(model_config), *more)
+        if (form := self.structured_outputs) is not None and form._backend not in (None, *BACKENDS):
+            raise VLLMValidationError(
+                f"structured_outputs need the backend {' or '.join(BACKENDS)}, which take back as "
+                f"many tokens as a draft has, got {form._backend}"
+            )
 
     validate.of_setblock = True  # type: ignore[attr-defined]
     SamplingParams._validate_diffusion = validate

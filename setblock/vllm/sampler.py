@@ -12,11 +12,12 @@ from vllm.v1.worker.gpu.sample.output import (  # pyright: ignore[reportMissingI
 
 from setblock.branches import SURE, WORTH, chance_of_copy, drafts_of
 from setblock.chain import conditioned
-from setblock.sampling import penalised
 from setblock.solvers import Certain, Predictions
 from setblock.verified import nearly
 from setblock.vllm.copies import looked_up
-from setblock.vllm.requests import NO_PENALTIES, Decoding
+from setblock.vllm.requests import Decoding
+from setblock.vllm.scores import Scores
+from setblock.vllm.told import Telling, Told, told_of
 
 NONE_OF_VLLM = SimpleNamespace(output_bin_counts=None)
 # Logits that are float32 at a time, 256 MiB. Picking and revealing hold a few tensors as large, and
@@ -35,7 +36,7 @@ class BlockSampler:
 
     def __init__(self, state: Any, req_states: Any) -> None:
         self.state, self.req_states = state, req_states
-        self.forms: tuple[Tensor, np.ndarray, np.ndarray] | None = None
+        self.scores, self.telling = Scores(state, req_states), Telling(state)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """The state has read them."""
@@ -45,10 +46,11 @@ class BlockSampler:
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Any = None) -> Any:
         state, count = self.state, input_batch.num_reqs
-        self.forms = self._forms(input_batch)
+        self.scores.begin(input_batch)
         input_batch.has_structured_output_reqs |= state.fused  # then the scheduler reads drafts
         num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
         slots = input_batch.idx_mapping_np[:count]
+        self.telling.begin(np.where(state.kind[slots] >= 0, state.told[slots], -1))
         sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
         num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
         # Rejected are all tokens of a forward that leaves nothing in the cache.
@@ -84,7 +86,7 @@ class BlockSampler:
                     )
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=None,
+            logprobs_tensors=self.telling.tensors(),
             num_nans=None,
             num_sampled=num_sampled,
             num_rejected=rejected - num_sampled,
@@ -108,19 +110,57 @@ class BlockSampler:
                 last = input_batch.query_start_loc_np[places[some] + 1].astype(np.int64) - 1
                 hidden = state.model.last_hidden[state.sent(last)]
                 logits = self._clean(state.model.compute_logits(hidden))[:, None]
-                logits = self._penalised(how, logits, rows, int(ends[some].max()), begins)
-                logits = self._allowed(logits, places[some])
+                last = int(ends[some].max())
+                raw, logits = self.scores.of(how, logits, places[some], rows, last, begins)
                 noise = state.row.expand(len(rows)), begins[:, None], state.seeds[rows]
-                first = sampler.pick(logits, *noise)[:, 0]
+                picked = sampler.pick(logits, *noise)
+                if how.told is not None:
+                    told, every = self._told(how, raw, logits, picked), torch.ones_like(picked)
+                    self.telling.keep(rows, told, every.bool())
+                first = picked[:, 0]
             blocks = self._new_blocks(first)
             if how.commits:
                 chance = torch.zeros_like(blocks[:, 1:], dtype=torch.float32)
                 text = None
                 if how.lookup:
-                    text = self._text(rows, int(ends[some].max()), begins, first[:, None])
+                    text = self.scores.text(rows, int(ends[some].max()), begins, first[:, None])
                 self._keep_likely(how, rows, blocks, chance, begins, text)
             else:
                 self._keep(rows, blocks, width, begins)
+
+    def _told(self, how: Decoding, raw: Tensor, picked: Tensor, tokens: Tensor) -> Told:
+        """How likely these tokens are, in a request that is to be told."""
+        assert how.told is not None
+        mode = self.state.model_config.logprobs_mode
+        return told_of(raw, picked, how.sampler, tokens, how.told, mode)
+
+    def _know(
+        self, how: Decoding, slots: Tensor, logits: Tensor, tokens: Tensor, where: Tensor,
+        begin: int = 0,
+    ) -> None:  # fmt: skip
+        """Keep how likely tokens of the slots' blocks are, from `begin` on, where they are final by
+        what is predicted in their places.
+        """
+        if how.told is not None and not how.verified:
+            self.telling.keep(slots, self._told(how, logits, logits, tokens), where, begin)
+
+    def _tell(
+        self, how: Decoding, places: np.ndarray, slots: Tensor, raw: Tensor, picked: Tensor,
+        block: Tensor, first: Tensor, emitted: Tensor, causal: Tensor,
+    ) -> None:  # fmt: skip
+        """Tell how likely the tokens of these blocks are, and keep it of those that come next.
+
+        raw, picked: logits behind the tokens of the blocks. first: token behind those emitted.
+        causal: whether the block is committed.
+        """
+        if how.told is None:
+            return
+        at = emitted[:, None] - 1
+        following = torch.cat([block[:, 1:], first[:, None]], dim=1).scatter(1, at, first[:, None])
+        told = self._told(how, raw, picked, following)
+        self.telling.say(places, slots, block.shape[1], told if how.verified else None)
+        last = (one.take_along_dim(at[..., None], dim=1) for one in told)
+        self.telling.keep(slots, Told(*last), causal[:, None])
 
     def _seeded(self, how: Decoding) -> bool:
         """Whether a block's first token is the next-token one, known when it begins."""
@@ -147,8 +187,7 @@ class BlockSampler:
         causal = state.causal[places_on].bool()
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         last = int(input_batch.num_computed_tokens_np[places].max())
-        verified = self._penalised(how, scores, slots, last, starts, block)
-        verified = self._allowed(verified, places)
+        raw, verified = self.scores.of(how, scores, places, slots, last, starts, block)
         # A slot of a block predicts itself, the last committed token the one behind it; in verified
         # decoding every committed one does.
         seeded = self._seeded(how)
@@ -161,6 +200,7 @@ class BlockSampler:
             joined = self._joined(how, scores, at[:, :width], before, block, position, seeds)
             reveal = how.solver.reveal(Predictions(joined), open_slots) & open_slots
             drafted = torch.where(reveal, how.sampler.pick(joined, rows, position, seeds), block)
+            self._know(how, slots, joined, drafted, reveal)
         else:  # the one token is known
             drafted = block
 
@@ -174,6 +214,7 @@ class BlockSampler:
             first = chosen.gather(1, emitted[:, None] - 1)[:, 0]
         else:
             first = torch.full_like(slots, state.mask_token_id)
+        self._tell(how, places, slots, raw, verified, block, first, emitted, causal)
         answer = self._answer(block, slots, position)
         num_sampled[places_on] = torch.where(causal, torch.minimum(emitted, answer), 0).int()
         sampled[places_on, :width] = torch.where(causal[:, None], block, 0).int()
@@ -186,6 +227,7 @@ class BlockSampler:
             joined = self._joined(how, ahead[0], at[:, width:], before, fresh, on, seeds)
             begun &= how.solver.reveal(Predictions(joined), begun) & (emitted == width)[:, None]
             fresh = torch.where(begun, how.sampler.pick(joined, rows, on, seeds), fresh)
+            self._know(how, slots, joined, fresh, begun & causal[:, None])
         blocks[:, :width] = torch.where(causal[:, None], fresh, drafted)
         self._keep(slots, blocks, how.block_size, torch.where(causal, starts + emitted, starts))
 
@@ -211,14 +253,15 @@ class BlockSampler:
         block = state.block[slots, :longest]
         rows, seeds = state.row.expand(len(places)), state.seeds[slots]
         last = int(input_batch.num_computed_tokens_np[places].max())
-        scores = self._penalised(how, scores, slots, last, starts, block)
-        scores = self._allowed(scores, places)
+        raw, scores = self.scores.of(how, scores, places, slots, last, starts, block)
         chosen = how.sampler.pick(scores, rows, position + 1, seeds)
         agree = offset[1:] < widths[:, None]
         if how.branches:
             agree = agree & self._agree(how, scores, chosen, block, slots, position + 1)
         emitted = 1 + agree.long().cumprod(dim=1).sum(dim=1)
         first = chosen.gather(1, emitted[:, None] - 1)
+        every = torch.ones_like(slots, dtype=torch.bool)
+        self._tell(how, places, slots, raw, scores, block, first[:, 0], emitted, every)
         answer = self._answer(block, slots, position)
         num_sampled[places_on] = torch.minimum(emitted, answer).int()
         sampled[places_on, :longest] = block.int()
@@ -234,23 +277,24 @@ class BlockSampler:
             some = state.sent(drafting)
             there = starts[some, None] + state.sent(behind)
             find = self._revealed if how.slide else self._drafted
-            drafted, right = find(how, guesses, at, first[some, 0], there, seeds[some])
+            drafted, right, by = find(how, guesses, at, first[some, 0], there, seeds[some])
             blocks[some, 1:size] = drafted
+            self._know(how, slots[some], by, drafted, torch.ones_like(drafted, dtype=torch.bool), 1)
             # Behind other tokens than these the text goes on in another way.
             of_use = (emitted == widths)[some, None] & state.sent(offset < open_slots)
             chance[some, : size - 1] = right * of_use
         starts_on, text = starts + emitted, None
         if how.lookup:
-            text = self._text(slots, last, starts, block)
+            text = self.scores.text(slots, last, starts, block)
             text = text.scatter(1, starts_on[:, None], first)
         self._keep_likely(how, slots, blocks, chance, starts_on, text)
 
     def _drafted(
         self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
         seeds: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(the tokens of the slots with these logits, their probabilities), by the model's chain if
-        it has one.
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(the tokens of the slots with these logits, their probabilities, the logits that they are
+        picked from), by the model's chain if it has one.
 
         at: where the slots are among the tokens of the step. first: the token before them.
         """
@@ -260,13 +304,14 @@ class BlockSampler:
             joining = by.chain, by.embedding, context, first
         rows = self.state.row.expand(len(first))
         drafted, at, logits, _ = drafts_of(how.sampler, logits, rows, places, joining, seeds)
-        return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0]
+        return drafted, logits.softmax(dim=-1).gather(-1, at[..., None])[..., 0], logits
 
     def _revealed(
         self, how: Decoding, logits: Tensor, at: Tensor, first: Tensor, places: Tensor,
         seeds: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(the tokens of the slots with these logits, 1 where the solver reveals them and else 0).
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(the tokens of the slots with these logits, 1 where the solver reveals them and else 0,
+        the logits that they are picked from).
 
         at: where the slots are among the tokens of the step. first: the token before them, which
         is a slot of the block to the solver, and certain.
@@ -279,7 +324,7 @@ class BlockSampler:
         certain[:, 1:] = False
         reveal = how.solver.reveal(Certain(predictions, certain), block)[:, 1:]
         rows = self.state.row.expand(len(first))
-        return how.sampler.pick(logits, rows, places, seeds), reveal.float()
+        return how.sampler.pick(logits, rows, places, seeds), reveal.float(), logits
 
     def _joined(
         self, how: Decoding, logits: Tensor, at: Tensor, before: Tensor, known: Tensor,
@@ -321,62 +366,6 @@ class BlockSampler:
         near &= ~state.ends(drafted, slots) & ~state.ends(said, slots)
         return agree | (near & ~state.copied[slots, None])
 
-    def _penalised(
-        self, how: Decoding, scores: Tensor, slots: Tensor, last: int, starts: Tensor,
-        block: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Next-token logits of these requests, with the penalties that they ask for: behind each
-        token of their blocks, the first of which stand at `starts`, or without any behind the text
-        before.
-
-        last: the largest of `starts`, or more.
-        """
-        if how.penalties == NO_PENALTIES:
-            return scores
-        if block is None:
-            text = self.req_states.all_token_ids.gpu[slots, :last].long()
-            drafts = text[:, :0]
-        else:
-            text, drafts = self._text(slots, last, starts, block), block[:, 1:]
-            starts = starts + 1
-        prompts = self.req_states.prompt_len.gpu[slots]
-        penalties = self.state.sent(np.array([how.penalties], dtype=np.float32))
-        penalties = penalties.expand(len(slots), -1)
-        return penalised(scores, text, prompts, starts, drafts, penalties)
-
-    def _forms(self, input_batch: Any) -> tuple[Tensor, np.ndarray, np.ndarray] | None:
-        """What the scheduler says of requests whose answers are of a given form, if there are any:
-        (which tokens may come, 32 a number, on the device; of each request of the step the first
-        line of these, -1 without a form; and how many there are). They are those behind each token
-        of a block, see `Blocks.get_grammar_bitmask`, and behind a prompt one.
-        """
-        if (told := self.state.forms) is None:
-            return None
-        counts = np.maximum(np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]), 1)
-        first, begin = np.full(len(counts), -1), 0
-        place_of = {name: place for place, name in enumerate(input_batch.req_ids)}
-        for name in told.structured_output_request_ids:
-            first[place_of[name]] = begin
-            begin += counts[place_of[name]]
-        return self.state.sent(told.grammar_bitmask), first, counts
-
-    def _allowed(self, scores: Tensor, places: np.ndarray) -> Tensor:
-        """Next-token logits behind the tokens of the blocks of the requests in these places of the
-        step, or behind their prompts: -inf for what a request's form does not allow.
-        """
-        if self.forms is None:
-            return scores
-        bits, first, counts = self.forms
-        bounded = np.flatnonzero(first[places] >= 0)
-        if not bounded.size:
-            return scores
-        here, offset = places[bounded, None], np.arange(scores.shape[1])
-        lines = bits[self.state.sent(first[here] + np.minimum(offset, counts[here] - 1))]
-        bit = torch.arange(32, dtype=torch.int32, device=scores.device)
-        allowed = ((lines[..., None] >> bit) & 1).flatten(-2)[..., : scores.shape[-1]].bool()
-        some = self.state.sent(bounded)
-        return scores.index_copy(0, some, scores[some].masked_fill(~allowed, -torch.inf))
-
     def _answer(self, block: Tensor, slots: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a block may belong to the answer: vLLM would cut it behind its end
         itself, but count what it cut.
@@ -384,16 +373,6 @@ class BlockSampler:
         state = self.state
         going = ~state.ends(block, slots) & (position < state.limit[slots][:, None] - 1)
         return 1 + going[:, :-1].long().cumprod(dim=1).sum(dim=1)
-
-    def _text(self, slots: Tensor, last: int, starts: Tensor, block: Tensor) -> Tensor:
-        """What vLLM holds of the texts of these requests, and from `starts` on these tokens.
-
-        last: the largest of `starts`, or more.
-        """
-        text = self.req_states.all_token_ids.gpu[slots, : last + 1].long()
-        text = torch.nn.functional.pad(text, (0, self.state.canvas))
-        offset = torch.arange(block.shape[1], device=text.device)
-        return text.scatter(1, starts[:, None] + offset, block)
 
     def _new_blocks(self, first: Tensor) -> Tensor:
         """Blocks of masks but for the first token where it is known."""

@@ -8,6 +8,8 @@ from setblock.vllm.adaptive import Width, Widths
 from setblock.vllm.forms import fitted, only_end
 from setblock.vllm.requests import ends_of, holds_of, mask_of, settings_of, width_of
 
+OF_PROMPTS = ("prompt_logprobs_dict", "prompt_token_id_logprobs_dict")
+
 
 def scheduler(**given: Any) -> Any:
     """The scheduler of a server; vLLM calls this by its name, as it would a class.
@@ -62,6 +64,8 @@ class Blocks:
         # Of each request whose tokens a step cut: what is left, and all of them.
         self._cut: dict[str, tuple[list[int], list[int]]] = {}
         self._line: Any = None  # room for a line of a grammar's bitmask
+        # What is known of the prompts of requests that have said nothing yet, by vLLM's two names.
+        self._prompts: dict[str, dict[str, Any]] = {name: {} for name in OF_PROMPTS}
 
     def schedule(self, *words: Any, **given: Any) -> Any:
         if self.widths is not None:
@@ -156,6 +160,19 @@ class Blocks:
             lines.append(line)
             names.append(name)
         return GrammarOutput(names, np.concatenate(lines)) if names else None
+
+    def update_from_output(self, scheduler_output: Any, output: Any) -> Any:
+        """A prompt's log-probabilities go with the first tokens of its answer: vLLM knows no step
+        that ends a prompt and says nothing.
+        """
+        for name, held in self._prompts.items():
+            held |= getattr(output, name)
+            said = zip(output.req_ids, output.sampled_token_ids or [], strict=False)
+            told = {one: held.pop(one) for one, ids in said if ids and one in held}
+            setattr(output, name, told)
+            for gone in held.keys() - self.requests.keys():
+                del held[gone]
+        return super().update_from_output(scheduler_output, output)  # type: ignore[misc]
 
     def _update_request_with_output(self, request: Any, ids: list[int], **more: Any) -> Any:
         if self.widths is not None:

@@ -94,6 +94,7 @@ class BlockState(ModelState):
         self.kinds: list[Decoding] = []  # of decoding that requests have asked for
         self.kind = np.full(count, -1)  # which of them each slot's is; -1 without a request
         self.size = np.zeros(count, dtype=np.int64)  # its block size; 0 without one
+        self.told = np.full(count, -1)  # of how many of the likeliest it tells; -1 of none
         self.commits = np.zeros(count, dtype=bool)  # whether every forward of it does
         self.taken = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self._taken = HostCopy(self.taken)
@@ -117,11 +118,12 @@ class BlockState(ModelState):
         how = decoding_of(params, self.defaults, self.canvas)
         self.kind[req_index], self.size[req_index] = self._kind_of(how), how.block_size
         self.commits[req_index] = how.commits
+        self.told[req_index] = -1 if how.told is None else how.told
         self.formed[req_index] = how.commits and params.structured_outputs is not None
         self.copied[req_index] = False
         prompt = len(new_req_data.prompt_token_ids)
         self.limit[req_index] = prompt + (params.max_tokens or self.max_model_len)
-        self.seeds[req_index] = seed_of(params)
+        self.seeds[req_index] = seed_of(params, new_req_data.req_id)
         ends = sorted(ends_of(params))
         row = ends + [-1] * (MOST_STOPS - len(ends))
         self.stops[req_index] = self.sent(row)
