@@ -8,7 +8,7 @@ import torch
 from fakes import EOS, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_penalties import PROMPTS, VERIFIED, penalised
+from test_penalties import PROMPTS, VERIFIED, agree_with_the_slow_way
 
 from setblock.generation import generate, settings_for
 from setblock.loading import load
@@ -16,22 +16,6 @@ from setblock.sampling import without_ends
 
 BIAS = {5: 4.0, 9: -100.0, 30: 2.5, 41: -1.5}
 ALL: dict[str, Any] = {"logit_bias": BIAS, "min_new_tokens": 14, "repetition_penalty": 1.2}
-
-
-def slowly(model: TableModel, prompt: list[int], count: int, how: dict[str, Any]) -> list[int]:
-    """The greedy answer, straight from the table."""
-    answer: list[int] = []
-    while len(answer) < count and EOS not in answer:
-        text = [*prompt, *answer]
-        logits = model.next_token[len(text) - 1, text[-1]].tolist()
-        logits[model.mask_token_id] = -math.inf
-        for token, bias in how["logit_bias"].items():
-            logits[token] += bias
-        logits = penalised(logits, prompt, answer, how)
-        if len(answer) < how["min_new_tokens"]:
-            logits[EOS] = -math.inf
-        answer.append(max(range(len(logits)), key=lambda token: logits[token]))
-    return answer
 
 
 @given(
@@ -43,16 +27,10 @@ def slowly(model: TableModel, prompt: list[int], count: int, how: dict[str, Any]
 )
 @settings(max_examples=40, deadline=None)
 def test_tokens_are_those_of_a_slow_way(seed, bias, least, ending, way):
-    model = TableModel.random(seed)
-    how: Any = {"logit_bias": {**bias, EOS: ending}, "min_new_tokens": least}
-    how["presence_penalty"] = 0.5
-    prompts = [[5, 3, 5], [7], [4, 4, 4, 9]]
-    expected = [slowly(model, prompt, 16, how) for prompt in prompts]
-    options: Any = {**how, "max_new_tokens": 16, "block_size": 4}
-    ways: Any = ({"mode": "ntp"}, {"mode": "verified", **VERIFIED[way]})
-    for one in ways:
-        found = generate(model, prompts, **{**options, **one})
-        assert [list(answer.token_ids) for answer in found] == expected
+    biases = {**bias, EOS: ending}
+    agree_with_the_slow_way(
+        seed, VERIFIED[way], logit_bias=biases, min_new_tokens=least, presence_penalty=0.5
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

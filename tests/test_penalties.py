@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import gated_adapter
-from fakes import TableModel
+from fakes import EOS, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,28 +48,36 @@ def penalised(logits: list[float], prompt: list[int], answer: list[int], how: An
 def slowly(model: TableModel, prompt: list[int], count: int, how: dict[str, Any]) -> list[int]:
     """The greedy answer, straight from the table."""
     answer: list[int] = []
-    for _ in range(count):
+    while len(answer) < count and (how.get("ignore_eos") or EOS not in answer):
         text = [*prompt, *answer]
         logits = model.next_token[len(text) - 1, text[-1]].tolist()
         logits[model.mask_token_id] = -math.inf
+        for token, bias in how.get("logit_bias", {}).items():
+            logits[token] += bias
         logits = penalised(logits, prompt, answer, how)
+        if len(answer) < how.get("min_new_tokens", 0):
+            logits[EOS] = -math.inf
         answer.append(max(range(len(logits)), key=lambda token: logits[token]))
     return answer
+
+
+def agree_with_the_slow_way(seed: int, way: dict[str, Any], **how: Any) -> None:
+    model = TableModel.random(seed)
+    prompts = [[5, 3, 5], [7], [4, 4, 4, 9]]
+    expected = [slowly(model, prompt, 16, how) for prompt in prompts]
+    options: Any = {**how, "max_new_tokens": 16, "block_size": 4}
+    ways: Any = ({"mode": "ntp"}, {"mode": "verified", **way})
+    for one in ways:
+        found = generate(model, prompts, **{**options, **one})
+        assert [list(answer.token_ids) for answer in found] == expected
 
 
 @given(st.integers(0, 3), st.floats(0.5, 3), st.floats(-2, 3), st.floats(-2, 3), st.integers(0, 4))
 @settings(max_examples=40, deadline=None)
 def test_tokens_are_those_of_a_slow_way(seed, repetition, presence, frequency, way):
-    model = TableModel.random(seed)
     how = {"repetition_penalty": repetition, "presence_penalty": presence}
     how["frequency_penalty"] = frequency
-    prompts = [[5, 3, 5], [7], [4, 4, 4, 9]]
-    expected = [slowly(model, prompt, 16, how) for prompt in prompts]
-    options: Any = {**how, "ignore_eos": True, "max_new_tokens": 16, "block_size": 4}
-    ways: Any = ({"mode": "ntp"}, {"mode": "verified", **VERIFIED[way]})
-    for one in ways:
-        found = generate(model, prompts, **{**options, **one})
-        assert [list(answer.token_ids) for answer in found] == expected
+    agree_with_the_slow_way(seed, VERIFIED[way], ignore_eos=True, **how)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
