@@ -181,14 +181,17 @@ def test_wishes(engine, model, folder, kind):
 
 
 @pytest.mark.parametrize("mode", ["sbd", "verified"])
-@pytest.mark.parametrize("chunks", [{}, {"max_num_batched_tokens": 60, "max_num_seqs": 8}])
-def test_prompts(engine, model, folder, mode, chunks):
+@pytest.mark.parametrize(
+    "settings",
+    [FUSED, {**FUSED, "max_num_batched_tokens": 60, "max_num_seqs": 8}, {"async_scheduling": True}],
+)
+def test_prompts(engine, model, folder, mode, settings):
     requests = [
         Asked(ids, {"mode": mode}, {"max_tokens": 1 + number % 9, "prompt_logprobs": number % 4})
         for number, ids in enumerate(prompts(model("nano"), 12))
     ]
     wanted = plain(folder("nano"), [(one.ids, one.more) for one in requests])
-    served = engine("nano", **FUSED, **chunks)
+    served = engine("nano", **settings)
     for one, other in zip(found(served, requests), wanted, strict=True):
         told = likely(one.prompt_logprobs)
         assert len(told) == len(one.prompt_token_ids)
