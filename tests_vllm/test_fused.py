@@ -312,8 +312,8 @@ def test_copies_are_exact_whatever_the_lenience(engine, model, monkeypatch):
     drafted = sampler.BlockSampler._drafted
 
     def doubted(*words):
-        tokens, chance = drafted(*words)
-        return tokens, 0 * chance  # so that nothing but copies is drafted
+        tokens, chance, logits = drafted(*words)
+        return tokens, 0 * chance, logits  # so that nothing but copies is drafted
 
     monkeypatch.setattr(sampler.BlockSampler, "_drafted", doubted)
     way = {"mode": "verified", "lookup": 9, "lenience": 1e-6}

@@ -129,11 +129,12 @@ def test_tokens_of_every_mode(engine, model, kind, settings):
 
 
 def asked_of(model: Any, count: int, more: Sequence[dict[str, Any]]) -> list[Asked]:
-    draw = random.Random(4)
-    return [
-        Asked(ids, draw.choice(VERIFIED), more[number % len(more)])
-        for number, ids in enumerate(prompts(model, count))
-    ]
+    """With none of these a request is decoded by whole blocks, unless it says how."""
+    draw, asked = random.Random(4), []
+    for number, ids in enumerate(prompts(model, count)):
+        given = more[number % len(more)]
+        asked.append(Asked(ids, draw.choice(VERIFIED if given else VERIFIED[1:]), given))
+    return asked
 
 
 GREEDY = [more for more in PENALISED if "temperature" not in more]
