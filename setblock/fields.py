@@ -162,9 +162,14 @@ def biases_of(given: dict[str, Any]) -> dict[int, Any]:
 
     Raises: Refused for what is no id.
     """
-    if wrong := [one for one in given if not (one.isascii() and one.isdecimal())]:
+    if wrong := [one for one in given if not is_id(one)]:
         raise Refused("logit_bias", f"must be of token ids, got {shown(wrong[0])}")
     return {int(token): bias for token, bias in given.items()}
+
+
+def is_id(text: str) -> bool:
+    """Whether it is the one way to write a token's id."""
+    return text.isascii() and text.isdecimal() and len(text) < 19 and str(int(text)) == text
 
 
 def without_nulls(given: Any) -> Any:

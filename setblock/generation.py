@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -125,7 +126,8 @@ def settings_for(model: Model, rows: int = 1, **options: Unpack[Options]) -> Set
         if own := idle - {"block_size"} - ({"solver"} if typed.get("draft") == "solver" else set()):
             raise ValueError(
                 f"{min(own)} is for mode sbd, in which {by_token[0]} can't be used: leave one of "
-                f"them out; got {typed[min(own)]} and {by_token[0]} {typed[by_token[0]]}"
+                f"them out; got {typed[min(own)]} and {by_token[0]} "
+                f"{reprlib.repr(options[by_token[0]])}"
             )
     if given["mode"] == "ntp" and "mode" not in typed and idle:
         raise ValueError(
@@ -325,7 +327,9 @@ def checked(
         if "\ufffd" in stop:
             raise ValueError(f"stop text {stop!r} holds U+FFFD, which stands for half a character")
     if (least := settings.min_new_tokens) > (most := settings.max_new_tokens):
-        raise ValueError(f"min_new_tokens must be at most max_new_tokens, {most}, got {least}")
+        raise ValueError(
+            f"min_new_tokens must be at most {most}, the new tokens that there may be, got {least}"
+        )
     if unknown := [token for token, _ in settings.logit_bias if token >= model.vocab_size]:
         raise ValueError(
             f"logit_bias must be of token ids below {model.vocab_size}, the vocabulary of "

@@ -43,8 +43,8 @@ class SetBlockLM(BASE):
     pretrained: a MODEL as for `setblock generate`, adapters and bundled names included.
     dtype, device, mask_token_id: as for `setblock.load`.
     mode, solver, block_size, seed, slide, next_token_seed, fallback, draft, branches, seeds,
-    lookup, lenience, json_schema, regex, grammar, presence_penalty, frequency_penalty: decoding, as
-    for `setblock.generate`; what is absent comes from the checkpoint.
+    lookup, lenience, json_schema, regex, grammar, presence_penalty, frequency_penalty, logit_bias:
+    decoding, as for `setblock.generate`; what is absent comes from the checkpoint.
     Besides, of HFLM's own: those of OTHERS.
     """
 
@@ -148,6 +148,8 @@ class SetBlockLM(BASE):
                 "regex": settings.regex,
                 "grammar": settings.grammar,
                 **{name: getattr(settings, name) for name in PENALTIES},
+                "logit_bias": dict(settings.logit_bias),
+                "min_new_tokens": settings.min_new_tokens,
                 "tokens": self.generated,
                 "nfe": self.forwards,
                 "tokens_per_forward": self.generated / self.forwards if self.forwards else None,

@@ -317,7 +317,8 @@ class Rows:
         pairs = zip(drafts.tolist(), lengths.tolist(), strict=True)
         logits, counts = self._allowed(logits, [draft[:length] for draft, length in pairs])
         early = self.start[:, None] + np.arange(logits.shape[1]) < self.least[:, None]
-        if early.any() and (ends := sorted(self.model.eos_token_ids)):
+        known = {end for end in self.model.eos_token_ids if end < logits.shape[-1]}
+        if early.any() and (ends := sorted(known)):
             logits = without_ends(logits, *to_device(logits.device, np.array(ends), early))
         return logits, counts
 

@@ -74,6 +74,14 @@ def test_verified_says_what_ntp_says(checkpoint, how, noise):
                 )
 
 
+def test_an_end_that_no_token_is(monkeypatch):
+    model = TableModel.random()
+    monkeypatch.setattr(model, "eos_token_ids", frozenset([EOS, 5000]))
+    options: Any = {"mode": "ntp", "max_new_tokens": 9, "min_new_tokens": 8}
+    [found] = generate(model, [[5]], logit_bias={EOS: 50.0}, **options)
+    assert found.token_ids.index(EOS) == 8
+
+
 def test_a_form_that_ends_first_ends(nano):
     options: Any = {"chat": True, "regex": "(a|b){3,8}", "min_new_tokens": 40}
     found = [generate(nano, "hi", mode=mode, **options)[0] for mode in ("ntp", "verified")]
@@ -123,7 +131,7 @@ def test_values_out_of_range(options, message):
 
 def test_what_the_model_or_the_answer_has_no_room_for():
     model = TableModel.random()
-    with pytest.raises(ValueError, match="min_new_tokens must be at most max_new_tokens, 8, got 9"):
+    with pytest.raises(ValueError, match="min_new_tokens must be at most 8, the new tokens that"):
         generate(model, [[5]], mode="ntp", min_new_tokens=9, max_new_tokens=8)
     message = f"logit_bias must be of token ids below {model.vocab_size}, the vocabulary of table"
     with pytest.raises(ValueError, match=message):

@@ -78,9 +78,12 @@ def test_the_command_answers_as_the_python_interface(run, trained, words, option
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["40"], "--logit-bias must be ID=BIAS, such as 42=-5, got 40"),
-        (["x=3"], "--logit-bias must be ID=BIAS, such as 42=-5, got x=3"),
-        (["4=nan"], "--logit-bias must be ID=BIAS, such as 42=-5, got 4=nan"),
+        (["40"], "--logit-bias must be ID=BIAS, such as 42=-5, got '40'"),
+        (["x=3"], "--logit-bias must be ID=BIAS, such as 42=-5, got 'x=3'"),
+        (["4=nan"], "--logit-bias must be ID=BIAS, such as 42=-5, got '4=nan'"),
+        (["5=1_0"], "--logit-bias must be ID=BIAS, such as 42=-5, got '5=1_0'"),
+        (["5= 1"], "--logit-bias must be ID=BIAS, such as 42=-5, got '5= 1'"),
+        (["9" * 5000 + "=1"], "--logit-bias must be ID=BIAS, such as 42=-5, got '999"),
         (["4=1", "4=2"], "--logit-bias may be given once for a token, got 4 twice"),
         (["4=101"], "logit_bias must be of token ids, each with a number in -100..100, got 4: 101"),
     ],

@@ -111,8 +111,10 @@ def test_several_answers_are_neither_streamed_nor_calls(address, fields):
     [
         ({"logit_bias": {"5": 1}, "mode": "sbd"}, "logit_bias is for modes ntp and verified"),
         ({"min_tokens": 2, "mode": "sbd"}, "min_tokens is for modes ntp and verified"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most max_tokens, 8, got 9"),
-        ({"min_tokens": 10**6}, "min_tokens must be at most max_tokens, "),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most 8, the new tokens that"),
+        ({"min_tokens": 10**6}, "min_tokens must be at most "),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias must be of token ids, got '9999"),
+        ({"logit_bias": {"5": 1, "005": -100}}, "logit_bias must be of token ids, got '005'"),
     ],
 )
 def test_biases_that_have_no_place(address, fields, message):

@@ -299,6 +299,9 @@ def test_a_budget_that_no_block_fits_into_is_refused(engine):
         ({"allowed_token_ids": [3]}, {"mode": "sbd"}, "allowed_token_ids is for modes ntp and"),
         ({"bad_words": ["a"]}, {"mode": "sbd"}, "bad_words is for modes ntp and verified"),
         ({"seed": -5}, {}, "seed must be"),
+        ({"seed": 2**63 - 2, "n": 3, "temperature": 1.0}, {}, r"seed must be at most 2\*\*63 - n"),
+        ({"logit_bias": {5: float("inf")}}, {}, "logit_bias must be of finite numbers, got inf"),
+        ({"allowed_token_ids": [3, 3]}, {}, "allowed_token_ids must be of more than the mask tok"),
         ({"stop_token_ids": list(range(20))}, {}, "stop_token_ids: at most 16"),
     ],
 )

@@ -20,6 +20,7 @@ from setblock.results import TokenLogprob
 from setblock.vllm.requests import decoding_of
 
 VERIFIED = ({}, *BRANCHES, {"mode": "verified", "draft": "solver"}, {"mode": "ntp"})
+TRUNCATIONS = ("top_k", "top_p", "min_p")
 WISHES: tuple[dict[str, Any], ...] = (
     {"logit_bias": {40: 3.0, 41: -100.0, 42: 1.5}},
     {"allowed_token_ids": list(range(2, 90, 2))},
@@ -129,11 +130,12 @@ def test_tokens_of_every_mode(engine, model, kind, settings):
 
 
 def asked_of(model: Any, count: int, more: Sequence[dict[str, Any]]) -> list[Asked]:
-    """With none of these a request is decoded by whole blocks, unless it says how."""
+    """Without a mode, a request for nothing that blocks can't do is decoded by these."""
     draw, asked = random.Random(4), []
     for number, ids in enumerate(prompts(model, count)):
         given = more[number % len(more)]
-        asked.append(Asked(ids, draw.choice(VERIFIED if given else VERIFIED[1:]), given))
+        bound = given.keys() - {"temperature", "max_tokens", "logprobs", "seed", *TRUNCATIONS}
+        asked.append(Asked(ids, draw.choice(VERIFIED if bound else VERIFIED[1:]), given))
     return asked
 
 
@@ -168,6 +170,26 @@ def test_vllms_own(engine, model, folder, kind, mode):
                 same(here, there, masks=mode == "raw_logits")
 
 
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_vllms_own_of_samples(engine, model, folder, mode):
+    """What a first token is picked from, whichever it is then."""
+    ways = (
+        {"temperature": 0.7}, {"temperature": 1.5, "top_k": 7}, {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.3, "min_p": 0.2}, {"temperature": 2.0, "presence_penalty": 1.0},
+        {"temperature": 0.5, "logit_bias": {40: 3.0}, "repetition_penalty": 1.3},
+    )  # fmt: skip
+    requests = asked_of(
+        model("llama"), 24, [{**way, "max_tokens": 1, "logprobs": 20, "seed": 1} for way in ways]
+    )
+    wanted = plain(folder("llama"), [(one.ids, one.more) for one in requests], logprobs_mode=mode)
+    served = engine("llama", **FUSED, logprobs_mode=mode)
+    for one, other in zip(found(served, requests), wanted, strict=True):
+        [here], [there] = likely(one.outputs[0].logprobs), other.told
+        both = {token for token in here.keys() & there.keys() if there[token][0] > -1e4}
+        assert len(both) >= min(19, sum(value > -1e4 for value, _ in there.values()) - 1)
+        same({token: here[token] for token in both}, {token: there[token] for token in both})
+
+
 @pytest.mark.parametrize("kind", ["nano", "llama", "qwen3"])
 def test_wishes(engine, model, folder, kind):
     requests = asked_of(model(kind), 35, WISHES)
@@ -199,6 +221,22 @@ def test_prompts(engine, model, folder, mode, settings):
         for here, there in zip(told[1:], other.prompt[1:], strict=True):
             assert there is not None
             same(here, there)
+
+
+def test_prompts_beside_answers_to_the_end_of_the_context(engine, model):
+    """Behind whose last tokens vLLM looks for another."""
+    served = engine("nano", max_model_len=80, **FUSED)
+    ids = [one for one in prompts(model("nano"), 40) if len(one) < 60]
+    longest = [
+        Asked(one, {"mode": "verified"}, {"max_tokens": 80 - len(one), "ignore_eos": True})
+        for one in ids
+    ]
+    judged = [Asked(one, {}, {"max_tokens": 1, "prompt_logprobs": 0}) for one in ids]
+    both = [one for pair in zip(longest, judged, strict=True) for one in pair]
+    for request, one in zip(judged, found(served, both)[1::2], strict=True):
+        wanted = likelihood.next_tokens(model("nano"), request.ids, 1).logprobs
+        told = [next(iter(place.values()))[0] for place in likely(one.prompt_logprobs)[1:]]
+        assert told == pytest.approx(wanted.tolist(), abs=1e-2)
 
 
 def test_tokens_of_requests_that_lose_their_cache(engine, model):

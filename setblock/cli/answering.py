@@ -2,6 +2,8 @@
 
 import json
 import math
+import reprlib
+import string
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -342,11 +344,12 @@ def _read_biases(given: Iterable[str]) -> dict[int, float]:
     for text in given:
         token, _, bias = text.partition("=")
         try:
-            number = float(bias)
+            number = math.nan if {"_", *string.whitespace} & {*bias} else float(bias)
         except ValueError:
             number = math.nan
-        if not (token.isascii() and token.isdecimal()) or math.isnan(number):
-            raise ValueError(f"--logit-bias must be ID=BIAS, such as 42=-5, got {text}")
+        if not (token.isascii() and token.isdecimal() and len(token) < 19) or math.isnan(number):
+            got = reprlib.repr(text)
+            raise ValueError(f"--logit-bias must be ID=BIAS, such as 42=-5, got {got}")
         if int(token) in found:
             raise ValueError(f"--logit-bias may be given once for a token, got {token} twice")
         found[int(token)] = number

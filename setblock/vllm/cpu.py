@@ -171,6 +171,7 @@ def prompt_logprobs_token_ids(
         begin, end, first = starts[place], starts[place + 1], int(computed[row]) + 1
         found = all_ids[row, first : first + end - begin]
         output[begin : begin + len(found)] = found
+        output[begin + len(found) : end] = 0
 
 
 KERNELS = {

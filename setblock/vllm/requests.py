@@ -5,6 +5,7 @@ vLLM's own; what the plugin does not do is refused when the request comes.
 """
 
 import hashlib
+import math
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,8 @@ def _wishes_of(params: Any, mode: str) -> Wishes:
             f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
             f"before it, got {getattr(params, name)!r} in mode sbd"
         )
+    if wrong := [one for one in (params.logit_bias or {}).values() if not math.isfinite(one)]:
+        raise ValueError(f"logit_bias must be of finite numbers, got {wrong[0]}")
     return Wishes(
         tuple(params.allowed_token_ids or ()),
         tuple((params.logit_bias or {}).items()),
@@ -264,6 +267,9 @@ def _refuse(params: Any) -> None:
     for name in names:
         if (given := getattr(params, name, None)) is not None and given != []:
             raise ValueError(f"{name} is not supported by set block decoding, got {given!r}")
+    # Each of several answers has the next seed, and Sampler takes it.
+    if params.seed is not None and params.seed + params.n > 2**63:
+        raise ValueError(f"seed must be at most 2**63 - n, got {params.seed} with n {params.n}")
     if (told := params.logprobs) is not None and not 0 <= told <= MOST_LOGPROBS:
         raise ValueError(f"logprobs must lie in 0..{MOST_LOGPROBS}, got {told}")
 
@@ -293,6 +299,11 @@ def install() -> None:
             found = decoding_of(
                 self, settings_of(model_config), model_config.hf_config.canvas_length
             )
+            if {*found.wishes.only} == {mask := mask_of(model_config)}:
+                raise ValueError(
+                    f"allowed_token_ids must be of more than the mask token, {mask}, which is "
+                    "never said"
+                )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
         own = {WIDTH: found.block_size, SEED: secrets.randbits(63), HOLDS: found.holds}

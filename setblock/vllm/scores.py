@@ -104,7 +104,8 @@ class Scores:
             added = self.state.sent(np.array(values, dtype=np.float32))
             scores = scores.index_add(-1, self._ids(ids), added.expand(*scores.shape[:-1], -1))
         if wishes.least:
-            scores = without_ends(scores, self._ids(wishes.ends), said < wishes.least)
+            ends = tuple(end for end in wishes.ends if end < scores.shape[-1])
+            scores = without_ends(scores, self._ids(ends), said < wishes.least)
         return scores
 
     def _ids(self, ids: tuple[int, ...]) -> Tensor:

@@ -103,6 +103,7 @@ class BlockState(ModelState):
         self.formed = np.zeros(count, dtype=bool)  # whether the scheduler fits its drafts to a form
         self.forms: Any = None  # vLLM's GrammarOutput of the step
         _follow_forms()
+        _stay_within(self.model_config.get_vocab_size())
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("generate",)
@@ -324,6 +325,25 @@ def _follow_forms() -> None:
 
     sample.of_setblock = True  # type: ignore[attr-defined]
     GPUModelRunner.sample, GPUModelRunner.update_requests = sample, update_requests
+
+
+def _stay_within(vocab_size: int) -> None:
+    """Let the tokens that vLLM judges a prompt by be tokens: it looks for the one behind the last
+    position as well, which a block's commit may take and next-token decoding never does.
+    """
+    from vllm.v1.worker.gpu.sample import (  # pyright: ignore[reportMissingImports]
+        prompt_logprob,
+    )
+
+    theirs = prompt_logprob.get_prompt_logprobs_token_ids
+    theirs = getattr(theirs, "of_vllm", theirs)
+
+    def known(*words: Any) -> Tensor:
+        ids = theirs(*words)
+        return ids.where((ids >= 0) & (ids < vocab_size), 0)
+
+    known.of_vllm = theirs  # type: ignore[attr-defined]
+    prompt_logprob.get_prompt_logprobs_token_ids = known
 
 
 class HostCopy:

@@ -28,6 +28,8 @@ def told_of(
     the latter; as logits, or as logarithms of probabilities.
     """
     logits = sampler.kept(picked) if mode.startswith("processed") else raw
+    if mode == "processed_logits" and sampler.temperature:  # of which the largest is 0
+        logits = logits + picked.amax(dim=-1, keepdim=True) / sampler.temperature
     own = tokens[..., None]
     ids = torch.cat([own, logits.topk(min(most, logits.shape[-1]), dim=-1).indices], dim=-1)
     values, rank = logits.gather(-1, ids), logits >= logits.gather(-1, own)
