@@ -299,10 +299,10 @@ def install() -> None:
             found = decoding_of(
                 self, settings_of(model_config), model_config.hf_config.canvas_length
             )
-            if {*found.wishes.only} == {mask := mask_of(model_config)}:
+            if (only := {*found.wishes.only}) and only == {mask_of(model_config)}:
                 raise ValueError(
-                    f"allowed_token_ids must be of more than the mask token, {mask}, which is "
-                    "never said"
+                    f"allowed_token_ids must be of more than the mask token, {only.pop()}, which "
+                    "is never said"
                 )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
