@@ -89,7 +89,8 @@ def test_those_of_graphs(checkpoint, simulated_graphs, way):
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_at_any_time_with_any_drafts(data):
-    model = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=9)
+    model: Any = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=9)
+    model.worth = lambda rows: 0.0  # else copies are cut among many rows, and take other forwards
     way = data.draw(st.sampled_from(list(WAYS.values())))
     changing = data.draw(st.booleans())
     asked, expected, turn = [], [], 0

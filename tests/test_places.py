@@ -78,7 +78,8 @@ def test_those_of_graphs(checkpoint, simulated_graphs, monkeypatch, way):
 @settings(max_examples=60, deadline=None)
 def test_any_prompts(data):
     """Over a cache that checks itself what it is asked to hold."""
-    model = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=7)
+    model: Any = TableModel.random(seed=data.draw(st.integers(0, 5)), vocab_size=7)
+    model.worth = lambda rows: 0.0  # else copies are cut among many rows, and take other forwards
     prompt = st.lists(st.integers(3, 5), min_size=1, max_size=8)
     prompts = data.draw(st.lists(prompt, min_size=1, max_size=8))
     way = data.draw(st.sampled_from(list(WAYS.values())))
