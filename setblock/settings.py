@@ -181,10 +181,7 @@ class Settings:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
         if self.mode == "sbd":
-            raise ValueError(
-                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
-                "before it, got mode sbd"
-            )
+            raise in_blocks(name, value)
         if self.ignore_eos:
             raise ValueError(f"{name} can't be used with ignore_eos: it says where the answer ends")
         if name != "json_schema":
@@ -214,11 +211,7 @@ class Settings:
         if type(least) is not int or least < 0:
             raise ValueError(f"min_new_tokens must be an integer of at least 0, got {least!r}")
         if self.mode == "sbd" and (given := self.biases):
-            name, value = next(iter(given.items()))
-            raise ValueError(
-                f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
-                f"before it, got {value} in mode sbd"
-            )
+            raise in_blocks(*next(iter(given.items())))
 
     @property
     def biases(self) -> dict[str, Any]:
@@ -300,12 +293,16 @@ def penalties_of(given: Any, mode: str) -> dict[str, float | int]:
             raise ValueError(f"{name} must be a number in {least}..{most}, got {value!r}")
         found |= {name: value} if value != neutral else {}
     if found and mode == "sbd":
-        name, value = next(iter(found.items()))
-        raise ValueError(
-            f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
-            f"before it, got {value} in mode sbd"
-        )
+        raise in_blocks(*next(iter(found.items())))
     return found
+
+
+def in_blocks(name: str, value: Any) -> ValueError:
+    """What is wrong with an option of next tokens, of this value, in mode "sbd"."""
+    return ValueError(
+        f"{name} is for modes ntp and verified, in which each token is chosen knowing all before "
+        f"it, got {reprlib.repr(value)} in mode sbd"
+    )
 
 
 def _no(constant: str) -> None:

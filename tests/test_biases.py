@@ -8,7 +8,7 @@ import torch
 from fakes import EOS, TableModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_penalties import PROMPTS, VERIFIED, agree_with_the_slow_way
+from test_penalties import PROMPTS, VERIFIED, agree_in_every_way, agree_with_the_slow_way
 
 from setblock.generation import generate, settings_for
 from setblock.loading import load
@@ -57,21 +57,7 @@ def test_verified_says_what_ntp_says(checkpoint, how, noise):
     model = load(checkpoint("gemma3"))
     end = {min(model.eos_token_ids): 9.0}
     how = {**how, "logit_bias": {**how.get("logit_bias", {}), **end}}
-    options: Any = {"max_new_tokens": 24, "block_size": 4, "logprobs": 2, **how, **noise}
-    plain = generate(model, PROMPTS, mode="ntp", **options)
-    unbound: Any = {**options, **dict.fromkeys(how)}
-    free = generate(model, PROMPTS, mode="ntp", **unbound)
-    assert [one.token_ids for one in plain] != [one.token_ids for one in free]
-    for way in VERIFIED:
-        for size in (1, 3):
-            found = generate(model, PROMPTS, mode="verified", batch_size=size, **{**options, **way})
-            assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-            for one, other in zip(found, plain, strict=True):
-                assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
-                told, wanted = one.logprobs or (), other.logprobs or ()
-                assert [each.logprob for each in told] == pytest.approx(
-                    [each.logprob for each in wanted], abs=1e-4
-                )
+    agree_in_every_way(model, how, noise)
 
 
 def test_an_end_that_no_token_is(monkeypatch):

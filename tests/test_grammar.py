@@ -381,7 +381,10 @@ def test_white_space_is_the_schema_s_or_bounded(networks) -> None:
     [
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex exclude each other"),
         ({"json_schema": {}, "mode": "sbd"}, "json_schema is for modes ntp and verified"),
-        ({"regex": "a", "mode": "sbd"}, "regex is for modes ntp and verified, .*, got mode sbd"),
+        (
+            {"regex": "a", "mode": "sbd"},
+            "regex is for modes ntp and verified, .*, got 'a' in mode sbd",
+        ),
         ({"regex": "a", "ignore_eos": True}, "regex can't be used with ignore_eos"),
         ({"regex": 3}, "regex must be a text, got 3"),
         ({"grammar": 3}, "grammar must be a text, got 3"),

@@ -45,6 +45,25 @@ def penalised(logits: list[float], prompt: list[int], answer: list[int], how: An
     return found
 
 
+def agree_in_every_way(model: Any, how: dict[str, Any], noise: dict[str, Any]) -> None:
+    """And say something else than without."""
+    options: Any = {"max_new_tokens": 24, "block_size": 4, "logprobs": 2, **how, **noise}
+    plain = generate(model, PROMPTS, mode="ntp", **options)
+    unbound: Any = {**options, **dict.fromkeys(how)}
+    free = generate(model, PROMPTS, mode="ntp", **unbound)
+    assert [one.token_ids for one in plain] != [one.token_ids for one in free]
+    for way in VERIFIED:
+        for size in (1, 3):
+            found = generate(model, PROMPTS, mode="verified", batch_size=size, **{**options, **way})
+            assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+            for one, other in zip(found, plain, strict=True):
+                assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
+                told, wanted = one.logprobs or (), other.logprobs or ()
+                assert [each.logprob for each in told] == pytest.approx(
+                    [each.logprob for each in wanted], abs=1e-4
+                )
+
+
 def slowly(model: TableModel, prompt: list[int], count: int, how: dict[str, Any]) -> list[int]:
     """The greedy answer, straight from the table."""
     answer: list[int] = []
@@ -103,18 +122,7 @@ def test_repetition_is_penalised_as_in_transformers(checkpoint, kind):
 )
 @pytest.mark.parametrize("noise", [{}, {"temperature": 1.0, "seed": 4, "min_p": 0.05}])
 def test_verified_says_what_ntp_says(checkpoint, how, noise):
-    model = load(checkpoint("gemma3"))
-    options: Any = {"max_new_tokens": 24, "block_size": 4, **how, **noise}
-    plain = generate(model, PROMPTS, mode="ntp", **options)
-    unbound: Any = {**options, **dict.fromkeys(how)}
-    free = generate(model, PROMPTS, mode="ntp", **unbound)
-    assert [one.token_ids for one in plain] != [one.token_ids for one in free]
-    for way in VERIFIED:
-        for size in (1, 3):
-            found = generate(model, PROMPTS, mode="verified", batch_size=size, **{**options, **way})
-            assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-            for one, other in zip(found, plain, strict=True):
-                assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
+    agree_in_every_way(load(checkpoint("gemma3")), how, noise)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from setblock.sampling import Sampler
-from setblock.settings import DRAFTS, MODES, MOST_LOGPROBS, PENALTIES, penalties_of
+from setblock.settings import DRAFTS, MODES, MOST_LOGPROBS, PENALTIES, in_blocks, penalties_of
 from setblock.solvers import ConfidentPrefix, Solver, parse
 
 OWN = ("mode", "solver", "block_size", "slide", "draft", "lookup", "lenience")
@@ -47,11 +47,7 @@ def _wishes_of(params: Any, mode: str) -> Wishes:
     if not (given := [name for name in WISHES if getattr(params, name)]):
         return NO_WISHES
     if mode == "sbd":
-        name = given[0]
-        raise ValueError(
-            f"{name} is for modes ntp and verified, in which each token is chosen knowing all "
-            f"before it, got {getattr(params, name)!r} in mode sbd"
-        )
+        raise in_blocks(given[0], getattr(params, given[0]))
     if wrong := [one for one in (params.logit_bias or {}).values() if not math.isfinite(one)]:
         raise ValueError(f"logit_bias must be of finite numbers, got {wrong[0]}")
     return Wishes(

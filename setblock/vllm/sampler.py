@@ -50,7 +50,7 @@ class BlockSampler:
         input_batch.has_structured_output_reqs |= state.fused  # then the scheduler reads drafts
         num_logits = np.diff(input_batch.cu_num_logits_np[: count + 1])
         slots = input_batch.idx_mapping_np[:count]
-        self.telling.begin(np.where(state.kind[slots] >= 0, state.told[slots], -1))
+        self.telling.begin(state.told[slots])
         sampled = torch.zeros(count, state.canvas, dtype=torch.int32, device=logits.device)
         num_sampled = torch.zeros(count, dtype=torch.int32, device=logits.device)
         # Rejected are all tokens of a forward that leaves nothing in the cache.

@@ -147,6 +147,7 @@ class BlockState(ModelState):
         if slot is not None:
             self.kind[slot], self.size[slot] = -1, 0
             self.commits[slot] = self.formed[slot] = False
+            self.told[slot] = -1
 
     def prepare_inputs_embeds(self, *_: Any) -> None:
         return None
