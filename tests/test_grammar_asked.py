@@ -176,7 +176,7 @@ def test_the_server_s_other_formats(client) -> None:
         (
             {"response_format": {"type": "json_object"}, "mode": "sbd"},
             "response_format",
-            "got mode",
+            "in mode sbd",
         ),
         (
             {"response_format": {"type": "json_object"}, "regex": "a"},
