@@ -4,9 +4,10 @@
     python examples/serve_load.py --url http://127.0.0.1:8000/v1 --out runs/load.json
 
 Every mode answers the same questions (problems of the bundled model, or those of a file) at every
-concurrency, in turns; ratios are to the first mode in the same round, and so is the share of
-answers that are the same. A share of the requests is left in the middle, as clients do. What vLLM's
-own counters say before and after stands beside.
+concurrency, in turns, and on every server, if there are several; ratios are to the first mode on
+the first server in the same round, and so is the share of answers that are the same. A share of the
+requests is left in the middle, as clients do. What vLLM's own counters say before and after stands
+beside.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import json
 import re
 import statistics
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -189,7 +191,7 @@ def _rate(value: float | None) -> str:
 
 
 async def measure(
-    url: str,
+    urls: list[str],
     model: str,
     modes: list[str],
     sizes: list[int],
@@ -201,14 +203,21 @@ async def measure(
     extra: bool,
     server_pid: int | None,
 ) -> list[dict[str, Any]]:
-    """A line for each mode and concurrency: medians over the rounds, the first left out."""
+    """A line for each server, mode and concurrency: medians over the rounds, the first left out."""
     lines = []
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
+            )
+            for url in urls
+        ]
+        turns = [*itertools.product(modes, zip(urls, clients, strict=True))]
         for size in sizes:
-            found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
             for repeat in range(repeats + 1):
                 texts: list[str] = []  # of the first mode
-                for mode in modes:
+                for mode, (url, client) in turns:
                     own = fields_of(mode)
                     own = {"vllm_xargs": own} if extra else own
                     every = leave_every if repeat else 0
@@ -230,9 +239,9 @@ async def measure(
                             tokens if line["left"] else line["tokens"]
                         ) / steps
                     if repeat:
-                        found[mode].append(line)
-            for mode, rounds in found.items():
-                pairs = list(zip(rounds, found[modes[0]], strict=True))
+                        found.setdefault((mode, url), []).append(line)
+            for (mode, url), rounds in found.items():
+                pairs = list(zip(rounds, found[modes[0], urls[0]], strict=True))
                 gains = [
                     one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs
                 ]
@@ -247,7 +256,8 @@ async def measure(
                 }
                 lines.append(
                     {
-                        "mode": mode, "concurrency": size, "model": model, "task": "load",
+                        "mode": mode, "url": url, "concurrency": size, "model": model,
+                        "task": "load",
                         "throughput_ratio": statistics.median(gains),
                         "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
                         **waits,
@@ -255,13 +265,19 @@ async def measure(
                     }
                 )  # fmt: skip
                 console.print(
-                    f"{_label(mode)} at {size}: {middle['tokens_per_second']:.0f} tokens/s"
+                    f"{_label(mode)} at {size}, {url}: {middle['tokens_per_second']:.0f} tokens/s"
                 )
     return lines
 
 
 def main(
-    url: Annotated[str, typer.Option(help="The server's, with /v1.")] = "http://127.0.0.1:8000/v1",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The server's, with /v1. Again for more, which take turns. "
+            "Default: http://127.0.0.1:8000/v1."
+        ),
+    ] = None,
     model: Annotated[str, typer.Option(help="The name it is served by.")] = "nano",
     mode: Annotated[
         list[str] | None,
@@ -300,8 +316,10 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
 ) -> None:
     """Ask a server under every mode and concurrency."""
-    modes = mode or ["ntp", "sbd", "verified"]
+    modes, urls = mode or ["ntp", "sbd", "verified"], url or ["http://127.0.0.1:8000/v1"]
     try:
+        if server_pid is not None and len(urls) > 1:
+            raise ValueError(f"--server-pid is for one server, got {len(urls)} of --url")
         for one in modes:
             fields_of(one)
         questions = problems_of_nano(requests) if data is None else questions_of(data, field)
@@ -313,15 +331,15 @@ def main(
     record = records.new_record()
     record["results"] = asyncio.run(
         measure(
-            url, model, modes, concurrency or [1, 4, 16, 64],
+            urls, model, modes, concurrency or [1, 4, 16, 64],
             questions, common, max_tokens, repeats, leave_every, not transformers, server_pid,
         )
     )  # fmt: skip
     if out is not None:
         records.save_record(record, out)
-    shown = Table(title=f"{model} at {url}; ratios to the first mode")
+    shown = Table(title=f"{model} at {', '.join(urls)}; ratios to the first mode")
     names = ("tokens/s", "ratio", "per forward", "first text", "between texts", "same", "lost")
-    for name in ("mode", "at once", *names):
+    for name in ("mode", "server", "at once", *names):
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for line in record["results"]:
         waits = [
@@ -329,8 +347,9 @@ def main(
             for name in ("first_text", "between_texts")
         ]
         shown.add_row(
-            _label(line["mode"]), str(line["concurrency"]), f"{line['tokens_per_second']:.0f}",
-            f"{line['throughput_ratio']:.2f}x", _rate(line["tokens_per_forward"]),
+            _label(line["mode"]), str(1 + urls.index(line["url"])), str(line["concurrency"]),
+            f"{line['tokens_per_second']:.0f}", f"{line['throughput_ratio']:.2f}x",
+            _rate(line["tokens_per_forward"]),
             *waits, str(line["same"]), str(line["lost"]),
         )  # fmt: skip
     Console().print(shown)

@@ -85,11 +85,13 @@ def test_the_load_example_with_questions_of_ones_own(address, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     way = json.dumps({"mode": "verified", "block_size": 4})
     words = ["--url", f"{address}/v1", "--data", str(tmp_path / "rows.jsonl"), "--field", "problem"]
+    words += ["--url", f"{address.replace('127.0.0.1', 'localhost')}/v1"]  # another, to the example
     words += ["--max-tokens", "9", "--mode", "ntp", "--mode", way, "--concurrency", "1"]
     words += ["--repeats", "1", "--transformers", "--out", str(tmp_path / "load.json")]
     subprocess.run([sys.executable, str(script), *words], check=True, capture_output=True)
     lines = json.loads((tmp_path / "load.json").read_text())["results"]
-    assert [line["mode"] for line in lines] == ["ntp", way]
+    assert [line["mode"] for line in lines] == ["ntp", "ntp", way, way]
+    assert [line["url"] for line in lines] == words[1:8:6] * 2
     for line in lines:
         assert (line["requests"], line["same"]) == (2, 2)
         assert 2 <= line["tokens"] <= 18
@@ -113,6 +115,7 @@ def test_the_load_example_with_a_common_beginning(address, tmp_path):
         (["--data", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
         (["--data", "rows.jsonl"], "rows.jsonl, row 1: question must be a text"),
         (["--mode", '{"mode": '], "--mode must be a mode or JSON, got"),
+        (["--url", "a", "--url", "b", "--server-pid", "1"], "--server-pid is for one server, got"),
     ],
 )
 def test_what_the_load_example_can_not_ask(tmp_path, words, message):
@@ -324,6 +327,7 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--host", "no.such.host.example"], "can't listen on no.such.host.example:0"),
         (["--api-key", "secret"], "--api-key is for engine vllm"),
         (["--adaptive"], "--adaptive is for engine vllm"),
+        (["--no-adaptive"], "--no-adaptive is for engine vllm"),
         (["--fused"], "--fused is for engine vllm"),
         (["--no-fused"], "--no-fused is for engine vllm"),
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from setblock.vllm.adaptive import STEPS, TRIALS, Width, Widths
-from setblock.vllm.requests import HOLDS, WIDTH
+from setblock.vllm.requests import CUTS, HOLDS, WIDTH
 from setblock.vllm.scheduler import Blocks
 
 WIDTHS = (Width(1), Width(4), Width(8), Width(16))
@@ -175,9 +175,27 @@ def test_what_a_narrower_step_leaves_of_a_forward(width, branches, ids, kept):
     assert scheduler.schedule() == [8]
 
 
+def test_what_may_not_be_cut_is_whole_and_no_draft_to_choose_for():
+    loads = []
+
+    def choose(*load: int) -> Width:
+        loads.append(load)
+        return Width(1)
+
+    scheduler, request = of_one_request(True, [5, 6, 7, 3, 3])
+    scheduler.widths = SimpleNamespace(choose=choose)
+    scheduler.schedule()
+    assert request.spec_token_ids == [5]
+    for given in ({}, {WIDTH: 5, HOLDS: 5}, {WIDTH: 1, CUTS: True}):
+        request.spec_token_ids = [5, 6, 7, 3, 3]
+        request.sampling_params.extra_args = given
+        assert scheduler.schedule() == [5, 6, 7, 3, 3]
+    assert loads == [(1, 1), (1, 0), (1, 0), (1, 0)]
+
+
 def of_one_request(branches: bool, ids: list[int]) -> tuple[Any, Any]:
     """(a scheduler, its request, which is about to take these tokens)."""
-    params = SimpleNamespace(extra_args={WIDTH: 5, HOLDS: branches})
+    params = SimpleNamespace(extra_args={WIDTH: 5, HOLDS: branches, CUTS: True})
     request = SimpleNamespace(sampling_params=params, spec_token_ids=ids, request_id="one")
 
     class Theirs:

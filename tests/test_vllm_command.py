@@ -52,7 +52,7 @@ def test_vllm_is_told_what_the_checkpoint_says(run, ran, environments):
         "architectures": ["SetBlockLlamaForCausalLM"],
         "canvas_length": 16,
         "mask_token_id": 3,
-        "setblock": {**own, "fused": True},
+        "setblock": {**own, "fused": True, "adaptive": "exact"},
     }
     assert after(words, "--scheduler-cls") == "setblock.vllm.scheduler.scheduler"
     assert "--enforce-eager" in words
@@ -106,7 +106,7 @@ def test_every_option(run, ran, checkpoint, environments):
     assert (overrides["canvas_length"], overrides["mask_token_id"]) == (8, 9)
     assert overrides["setblock"] == {
         "mode": "verified", "solver": "fixed:2", "verified": {}, "draft": "solver",
-        "adaptive": True, "fused": True, "slide": False,
+        "adaptive": "all", "fused": True, "slide": False,
     }  # fmt: skip
     assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}  # two blocks
     assert "--no-async-scheduling" in words
@@ -114,10 +114,10 @@ def test_every_option(run, ran, checkpoint, environments):
 
 def test_apart(run, ran):
     """Forwards of always one block, which vLLM's asynchronous scheduler can run."""
-    run("serve", "nano", "--engine", "vllm", "--no-fused", "--no-slide")
+    run("serve", "nano", "--engine", "vllm", "--no-fused", "--no-slide", "--no-adaptive")
     [words] = ran
     assert json.loads(after(words, "--diffusion-config")) == {"canvas_length": 16}
-    assert "fused" not in json.loads(after(words, "--hf-overrides"))["setblock"]
+    assert not {"adaptive", "fused"} & json.loads(after(words, "--hf-overrides"))["setblock"].keys()
     assert "--no-async-scheduling" not in words
 
 
@@ -212,6 +212,7 @@ def test_an_adapter_is_put_on_its_base(run, ran, checkpoint, tmp_path):
     assert (overrides["mask_token_id"], overrides["canvas_length"]) == (7, 4)
     own = {
         "fused": True,
+        "adaptive": "exact",
         "mode": "verified",
         "solver": "entropy:0.1",
         "adapter": str(folder.resolve()),

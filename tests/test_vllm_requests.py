@@ -9,7 +9,7 @@ import torch
 
 from setblock import branches
 from setblock.vllm.copies import looked_up
-from setblock.vllm.requests import decoding_of, mask_of
+from setblock.vllm.requests import cuts, decoding_of, mask_of
 
 CANVAS = 8
 FUSED = {"fused": True, "mode": "verified", "verified": {"lookup": 5}}
@@ -31,7 +31,7 @@ def params(**extra: Any) -> Any:
     ("extra", "defaults", "branches", "size", "lookup"),
     [
         ({}, FUSED, True, 8, 5),
-        ({}, {**FUSED, "adaptive": True}, True, 8, 5),
+        ({}, {**FUSED, "adaptive": "all"}, True, 8, 5),
         ({}, {**FUSED, "verified": {}}, True, 8, 0),
         ({}, {**FUSED, "verified": {"block_size": 3, "lookup": 5}}, True, 3, 5),
         ({}, {**FUSED, "verified": {"block_size": 99}}, True, 8, 0),
@@ -55,6 +55,25 @@ def params(**extra: Any) -> Any:
 def test_where_drafts_come_from(extra, defaults, branches, size, lookup):
     found = decoding_of(params(**extra), defaults, CANVAS)
     assert (found.branches, found.block_size, found.lookup) == (branches, size, lookup)
+
+
+@pytest.mark.parametrize(
+    ("extra", "exact"),
+    [
+        ({"mode": "verified"}, True),
+        ({"mode": "verified", "draft": "solver"}, True),
+        ({"mode": "verified", "lenience": 0.5}, False),
+        ({"mode": "ntp"}, True),
+        ({"mode": "sbd"}, False),
+        (SLIDING, False),
+    ],
+)
+def test_which_requests_the_load_may_cut(extra, exact):
+    """By default none whose text would depend on it."""
+    for adaptive, expected in (("exact", exact), ("all", True), (None, False)):
+        defaults = {**FUSED, "adaptive": adaptive}
+        assert cuts(defaults, decoding_of(params(**extra), defaults, CANVAS)) == expected
+    assert not cuts(FUSED, decoding_of(params(**extra), FUSED, CANVAS))
 
 
 @pytest.mark.parametrize(

@@ -176,12 +176,11 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
             config = transformers.AutoConfig.from_pretrained(folder(base))
             overrides: dict[str, Any] = {
                 "architectures": [f"SetBlock{config.architectures[0]}"],
-                "setblock": {name: name in settings for name in ("adaptive", "fused")},
+                "setblock": {"adaptive": settings.pop("adaptive", None)},
             }
             if method:
                 overrides["setblock"]["adapter"] = str(folder(kind))
-            fused = settings.pop("fused", False)
-            settings.pop("adaptive", None)
+            overrides["setblock"]["fused"] = fused = settings.pop("fused", False)
             if fused:
                 settings["async_scheduling"] = False
             given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}

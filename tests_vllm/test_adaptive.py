@@ -11,7 +11,7 @@ from test_engine import Request, agree, answers, mixed, prompts
 from setblock.masks import decoding_layout
 from setblock.solvers import Predictions, parse
 
-ADAPTIVE = {"adaptive": True}
+ADAPTIVE = {"adaptive": "all"}
 
 
 @pytest.mark.parametrize("kind", ["nano", "llama"])
@@ -33,6 +33,14 @@ def test_verified_text_stays_at_widths_drawn_for_every_step(
         ended = ids[-1] in model(kind).eos_token_ids and not request.ignore_eos
         assert len(ids) == request.max_tokens or ended
         assert model(kind).mask_token_id not in ids
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_text_that_would_depend_on_the_widths_does_not(engine, model, asynchronous, width):
+    draw = random.Random(5)
+    width(lambda: draw.choice((1, 2, 5, 8, 16)))
+    served = engine("llama", async_scheduling=asynchronous, adaptive="exact")
+    agree(served, model("llama"), mixed(model("llama"), 32))
 
 
 def test_blocks_of_one_token_are_next_token_decoding(engine, model, width):

@@ -163,7 +163,7 @@ def test_what_a_form_leaves_no_choice_of_takes_few_forwards(engine, model, backe
 def test_at_widths_drawn_for_every_step(engine, model, kind, width):
     draw = random.Random(2)
     width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
-    served = engine(kind, adaptive=True, **FUSED)
+    served = engine(kind, adaptive="all", **FUSED)
     requests = formed(model(kind), 24)
     assert answers(served, requests) == next_tokens(served, requests)
 

@@ -87,7 +87,7 @@ def test_verified_blocks_begin_early_too(engine, model):
 
 
 def test_with_widths_that_change(engine, model):
-    served = engine("nano", adaptive=True, **FUSED)
+    served = engine("nano", adaptive="all", **FUSED)
     requests = mixed(model("nano"), 32)
     requests = [one for one in requests if one.way.get("mode") in ("verified", "ntp")]
     requests += mixed(model("nano"), 12, BRANCHES)
@@ -99,8 +99,23 @@ def test_with_widths_that_change(engine, model):
 def test_drafts_from_branches_at_widths_drawn_for_every_step(engine, model, kind, width):
     draw = random.Random(2)
     width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
-    served = engine(kind, adaptive=True, **FUSED)
+    served = engine(kind, adaptive="all", **FUSED)
     agree(served, model(kind), mixed(model(kind), 32, BRANCHES))
+
+
+@pytest.mark.parametrize("kind", ["nano", "chained:llama"])
+def test_text_that_would_depend_on_the_widths_does_not(engine, model, kind, width):
+    """As a server has it unless it is told otherwise: only requests that say the same are cut."""
+    draw = random.Random(4)
+    width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
+    served = engine(kind, adaptive="exact", **FUSED)
+    ways = (*BRANCHES, *SLIDING, *WAYS, {"mode": "verified", "draft": "solver"})
+    agree(served, model(kind), mixed(model(kind), 48, ways))
+    lenient = [
+        Request(one, {"mode": "verified", "lenience": 0.3}) for one in prompts(model(kind), 6)
+    ]
+    found = [answers(served, [one]) for one in lenient]
+    assert found == [answers(engine(kind, **FUSED), [one]) for one in lenient]
 
 
 def test_a_narrow_step_makes_shorter_drafts(engine, model, width):
@@ -109,7 +124,7 @@ def test_a_narrow_step_makes_shorter_drafts(engine, model, width):
     forwards = []
     for wide in (1, 8, 32):
         width(lambda: wide)  # noqa: B023
-        forwards.append(sum(steps(engine("nano", adaptive=True, **FUSED), one) for one in asked))
+        forwards.append(sum(steps(engine("nano", adaptive="all", **FUSED), one) for one in asked))
     assert forwards[0] > 2 * forwards[1] > 2 * forwards[2]
 
 
@@ -198,7 +213,7 @@ def test_blocks_that_slide_at_widths_drawn_for_every_step(engine, model, kind, w
     """
     draw = random.Random(2)
     width(lambda: draw.choice((1, 2, 3, 5, 8, 11, 16, 32, (16, False))))
-    served = engine(kind, adaptive=True, **FUSED)
+    served = engine(kind, adaptive="all", **FUSED)
     requests = mixed(model(kind), 32, SLIDING)
     for request, ids in zip(requests, answers(served, requests), strict=True):
         ends = not request.ignore_eos and ids[-1] in model(kind).eos_token_ids
@@ -212,7 +227,7 @@ def test_blocks_that_slide_at_widths_drawn_for_every_step(engine, model, kind, w
     assert answers(served, requests) == [one.reference(model(kind)) for one in single]
 
 
-@pytest.mark.parametrize("adaptive", [{}, {"adaptive": True}])
+@pytest.mark.parametrize("adaptive", [{}, {"adaptive": "all"}])
 def test_blocks_that_slide_and_lose_their_cache(engine, model, width, adaptive):
     """What was revealed and in no cache yet is decoded anew: every answer ends as asked."""
     draw = random.Random(3)
@@ -345,7 +360,7 @@ def test_what_is_verified_is_read_before_anything_new_is_put_there(engine, model
     assert any({"read", "update"} == set(one) for one in steps_seen)
 
 
-@pytest.mark.parametrize("adaptive", [{}, {"adaptive": True}])
+@pytest.mark.parametrize("adaptive", [{}, {"adaptive": "all"}])
 def test_drafts_from_branches_that_lose_their_cache(engine, model, width, adaptive):
     draw = random.Random(3)
     width(lambda: draw.choice((1, 3, 8, 16, 32, (16, False))))

@@ -150,14 +150,15 @@ def serve(
         ),
     ] = None,
     adaptive: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--adaptive",
-            help="Engine vllm: blocks as wide as pays under the load at hand, down to one token. "
-            "Mode verified says the same as ever, but for lenience; what mode sbd says then "
-            "depends on the load.",
+            "--adaptive/--no-adaptive",
+            help="Engine vllm: forwards as wide as pays under the load at hand, down to one token, "
+            "of all requests or of none. Mode verified says the same as ever, but for lenience; "
+            "what mode sbd says then depends on the load.",
+            show_default="requests in mode verified without lenience",
         ),
-    ] = False,
+    ] = None,
     fused: Annotated[
         bool | None,
         typer.Option(
@@ -200,7 +201,7 @@ def serve(
         os.execve(program[0], program, {**os.environ, **own})  # does not come back
         return
     theirs: dict[str, Any] = {"--api-key": api_key, "--adaptive": adaptive}
-    theirs |= {"--fused": fused, "--no-fused": fused is False}
+    theirs |= {"--no-adaptive": adaptive is False, "--fused": fused, "--no-fused": fused is False}
     theirs[" ".join(words or ())] = words
     if name := next((name for name, value in theirs.items() if value), None):
         raise ValueError(f"{name} is for engine vllm: transformers' server has no such option")

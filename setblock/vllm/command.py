@@ -29,7 +29,7 @@ def command(
     settings: dict[str, Any],
     allow_untrained: bool = False,
     more: Sequence[str] = (),
-    adaptive: bool = False,
+    adaptive: bool | None = None,
     fused: bool = False,
 ) -> list[str]:
     """What to run. vLLM reads a checkpoint itself, and of an adapter the base.
@@ -38,7 +38,8 @@ def command(
     shall not hold.
     more: words for vLLM's own command line; where they choose no attention backend, ours is added
     on CUDA.
-    adaptive: blocks are as wide as pays under the load at hand; see `adaptive`.
+    adaptive: blocks are as wide as pays under the load at hand, see `adaptive`: all, none, or by
+    default those of requests that say the same then.
     fused: the forward that commits a block begins the next one, and mode verified has its drafts
     from branches unless `settings` name a solver.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
@@ -105,7 +106,8 @@ def command(
                 "serves whole blocks"
             )
     served |= {"draft": "solver"} if "solver" in given else {}
-    served |= {name: True for name, on in (("adaptive", adaptive), ("fused", fused)) if on}
+    served |= {"fused": True} if fused else {}
+    served |= {"adaptive": "all" if adaptive else "exact"} if adaptive is not False else {}
     served |= {"adapter": lasting(name)} if base is not None else {}
     words = {
         "--served-model-name": name,

@@ -19,6 +19,7 @@ MOST_STOPS = 16  # end tokens that a request may have
 WIDTH = "diffusion_canvas_length"  # vLLM's own name for a request's block size
 SEED = "setblock_seed"  # of a request that names none, and of all of its answers
 HOLDS = "setblock_holds"  # of a request, see `Decoding.holds`
+CUTS = "setblock_cuts"  # of a request, see `cuts`
 BACKENDS = ("xgrammar", "guidance")  # of vLLM, for forms of answers
 NO_PENALTIES = tuple(PENALTIES.values())
 
@@ -89,6 +90,11 @@ class Decoding:
     told: int | None = None
 
     @property
+    def exact(self) -> bool:
+        """Whether what is said does not depend on what was drafted."""
+        return self.verified and self.lenience == 1
+
+    @property
     def commits(self) -> bool:
         """Whether each forward commits some tokens and looks at masks behind them."""
         return self.branches or self.slide
@@ -106,7 +112,7 @@ def decoding_of(params: Any, defaults: dict[str, Any], canvas: int) -> Decoding:
     Raises: ValueError naming what is not supported or out of range.
     """
     extra = dict(params.extra_args or {})
-    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, HOLDS}):
+    if unknown := sorted(set(extra) - {*OWN, WIDTH, SEED, HOLDS, CUTS}):
         raise ValueError(f"{unknown[0]} is not one of {', '.join(OWN)}")
     mode = extra.get("mode", defaults.get("mode", "sbd"))
     if mode not in MODES:
@@ -244,6 +250,21 @@ def holds_of(params: Any) -> int:
     return int((getattr(params, "extra_args", None) or {}).get(HOLDS, 0))
 
 
+def cuts(defaults: dict[str, Any], how: Decoding) -> bool:
+    """Whether the load may cut forwards of a request that is decoded so.
+
+    defaults: of whose "adaptive" is "all" for every request, "exact" for those that say the same
+    then, and missing for none.
+    """
+    adaptive = defaults.get("adaptive")
+    return adaptive == "all" or (adaptive == "exact" and how.exact)
+
+
+def cuts_of(params: Any) -> bool:
+    """Whether the load may cut forwards of a request that was accepted."""
+    return bool((getattr(params, "extra_args", None) or {}).get(CUTS, False))
+
+
 def ends_of(params: Any) -> set[int]:
     """The tokens that end a request: the model's and its own."""
     ends = set() if params.ignore_eos else set(params.all_stop_token_ids)
@@ -291,10 +312,9 @@ def install() -> None:
         if not is_ours(model_config):
             theirs(self, model_config)
             return
+        settings = settings_of(model_config)
         try:
-            found = decoding_of(
-                self, settings_of(model_config), model_config.hf_config.canvas_length
-            )
+            found = decoding_of(self, settings, model_config.hf_config.canvas_length)
             if (only := {*found.wishes.only}) and only == {mask_of(model_config)}:
                 raise ValueError(
                     f"allowed_token_ids must be of more than the mask token, {only.pop()}, which "
@@ -303,6 +323,7 @@ def install() -> None:
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
         own = {WIDTH: found.block_size, SEED: secrets.randbits(63), HOLDS: found.holds}
+        own[CUTS] = cuts(settings, found)
         self.extra_args = {**(self.extra_args or {}), **own}
 
     def validate_form(self: Any, model_config: Any, *more: Any) -> None:

@@ -15,7 +15,7 @@ from setblock.chain import conditioned
 from setblock.solvers import Certain, Predictions
 from setblock.verified import nearly
 from setblock.vllm.copies import looked_up
-from setblock.vllm.requests import Decoding
+from setblock.vllm.requests import Decoding, cuts
 from setblock.vllm.scores import Scores
 from setblock.vllm.told import Telling, Told, told_of
 
@@ -71,11 +71,11 @@ class BlockSampler:
                 for some in np.split(places, range(most, len(places), most)) if len(places) else ():
                     self._redraft(how, some, ahead, logits, input_batch, sampled, num_sampled)
                 continue
-            # A block that vLLM's budget cut short is forwarded again; one at the model's last
-            # positions is as short as they are.
+            # A block that vLLM's budget alone can cut short is forwarded again; one at the model's
+            # last positions is as short as they are.
             room = state.max_model_len - input_batch.num_computed_tokens_np[places]
             widths = np.minimum(num_logits[places], how.block_size)
-            whole = state.adaptive | (widths == np.minimum(how.block_size, room))
+            whole = cuts(state.defaults, how) | (widths == np.minimum(how.block_size, room))
             both = ahead[places] > 0
             for width, fused in {*zip(widths[whole].tolist(), both[whole].tolist(), strict=True)}:
                 alike = places[whole & (widths == width) & (both == fused)]

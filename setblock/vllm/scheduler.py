@@ -6,7 +6,7 @@ import numpy as np
 
 from setblock.vllm.adaptive import Width, Widths
 from setblock.vllm.forms import fitted, only_end
-from setblock.vllm.requests import ends_of, holds_of, mask_of, settings_of, width_of
+from setblock.vllm.requests import cuts_of, ends_of, holds_of, mask_of, settings_of, width_of
 
 OF_PROMPTS = ("prompt_logprobs_dict", "prompt_token_id_logprobs_dict")
 
@@ -30,7 +30,7 @@ def scheduler(**given: Any) -> Any:
         )
     base = theirs.DiffusionAsyncScheduler if asynchronous else theirs.DiffusionScheduler
     made = type("BlockScheduler", (Blocks, base), {})(**given)
-    if settings.get("adaptive", False):
+    if settings.get("adaptive"):
         widest = made.num_spec_tokens
         tokens = {1, max(widest // 4, 1), max(widest // 2, 1), widest}
         copies = [Width(max(widest // 2, 1), masks=False)] if fused else []
@@ -42,7 +42,7 @@ def scheduler(**given: Any) -> Any:
 class Blocks:
     """In front of a scheduler of vLLM's.
 
-    widths: chooses how much of each block is scheduled; None is all.
+    widths: chooses how much is scheduled of blocks that the load may cut; None is all.
     fused: the worker says how many tokens each request's next forward takes.
     mask: the mask token.
     """
@@ -69,21 +69,20 @@ class Blocks:
 
     def schedule(self, *words: Any, **given: Any) -> Any:
         if self.widths is not None:
-            own = [
-                width_of(request.sampling_params, self.num_spec_tokens) for request in self.running
-            ]
-            drafting = [
-                one > 1 or holds_of(request.sampling_params) > 0  # then by copies
-                for one, request in zip(own, self.running, strict=True)
-            ]
-            width = self.widths.choose(len(own), sum(drafting))
+            drafting = [one for one in self.running if self._drafts(one.sampling_params)]
+            width = self.widths.choose(len(self.running), len(drafting))
             before, self._cut = self._cut, {}
-            for request in self.running:
+            for request in drafting:
                 left, whole = before.get(request.request_id, (None, None))
                 if whole is not None and request.spec_token_ids is left:  # the step had no room
                     request.spec_token_ids = whole
                 self._cut_to(width, request)
         return super().schedule(*words, **given)  # type: ignore[misc]
+
+    def _drafts(self, params: Any) -> bool:
+        """Whether a request drafts, and as much as the load allows; of one token, by copies."""
+        drafts = width_of(params, self.num_spec_tokens) > 1 or holds_of(params) > 0
+        return drafts and cuts_of(params)
 
     def _cut_to(self, width: Width, request: Any) -> None:
         whole = request.spec_token_ids

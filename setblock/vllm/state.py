@@ -50,8 +50,8 @@ class BlockState(ModelState):
     taken       where every forward commits, (tokens of the block that are to be verified, or final;
                 all tokens of the next forward)
     copied      and whether these were copied from the text
-    adaptive: blocks may be cut as the load demands; then their first token is the next-token one,
-    so that a block of one token is next-token decoding.
+    adaptive: every request's blocks may be cut as the load demands; then their first token is the
+    next-token one, so that a block of one token is next-token decoding.
     """
 
     num_new_sampled_tokens_per_step = 0
@@ -65,7 +65,7 @@ class BlockState(ModelState):
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("set block decoding on vLLM does not run in a pipeline of machines")
         self.defaults = settings_of(self.model_config)
-        self.adaptive: bool = self.defaults.get("adaptive", False)
+        self.adaptive = self.defaults.get("adaptive") == "all"
         self.fused: bool = self.defaults.get("fused", False)
         self.canvas: int = self.model_config.hf_config.canvas_length
         widest = self.canvas * (2 if self.fused else 1)
