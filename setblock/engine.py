@@ -336,7 +336,7 @@ class Engine(GenerateManager):
             "tokens_per_forward": generation.tokens_per_forward,
             "prefill_s": job.first - job.began,
             "decode_s": job.ended - job.first,
-            "usage": asked.usage,
+            "apart": asked.usage,
         }
         if settings.uses_solver:
             told["solver"] = str(settings.solver)

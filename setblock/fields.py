@@ -83,7 +83,8 @@ class Asked:
     """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
     an answer is there: an answer as long as that ended for its length.
 
-    choices: answers to it. row: of the sampling noise of this one. usage: whether a stream says it.
+    choices: answers to it. row: of the sampling noise of this one. usage: whether a stream says it,
+    in a chunk of its own; None: in the last one of the answer.
     settled: what the engine has made of it, for all of them, or its refusal.
     """
 
@@ -93,7 +94,7 @@ class Asked:
     fields: frozenset[str]
     choices: int = 1
     row: int = 0
-    usage: bool = True
+    usage: bool | None = None
     settled: list[Any] = field(default_factory=list)
     max_new_tokens: int | None = None
     left: threading.Event = field(default_factory=threading.Event)  # nobody waits for it any more

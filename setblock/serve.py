@@ -129,7 +129,7 @@ class Answers:
         options["logit_bias"] = biases_of(body.get("logit_bias", {}))
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         told_ids, fields = body.get("return_token_ids", False), frozenset(body)
-        usage = body.get("stream_options", {}).get("include_usage", True)
+        usage = body.get("stream_options", {}).get("include_usage")
         count = body.get("n", 1)
         return Asked(options, limit, told_ids, fields, count, usage=usage, left=GONE.get())
 
@@ -164,7 +164,7 @@ class Answers:
         """The body of a response with one answer."""
         response = await super()._non_streaming(request_id, *args, **given)  # type: ignore[misc]
         told = self.generation_state.engine.done.pop(request_id, None)
-        del told["usage"]  # which is a stream's
+        del told["apart"]  # which is a stream's
         body = json.loads(response.body)
         if (logprobs := told.pop("logprobs", None)) is not None:
             body["choices"][0]["logprobs"] = self.told_of(logprobs)
@@ -182,10 +182,14 @@ class Answers:
         if given.get("usage") is None or told is None:
             return line
         del self.generation_state.engine.done[request_id]
+        apart = told.pop("apart")
         chunk = _telling(json.loads(line.removeprefix("data: ")), told)
-        if not told.pop("usage"):
-            del chunk["usage"]
-        return f"data: {json.dumps(chunk)}\n\n"
+        if apart is None:
+            return f"data: {json.dumps(chunk)}\n\n"
+        usage = {"choices": [], "usage": chunk.pop("usage")}
+        own = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        chunks = [chunk, own | usage] if apart else [chunk]
+        return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks)
 
 
 class Chat(Answers, ChatCompletionHandler):

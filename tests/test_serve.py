@@ -196,13 +196,14 @@ def test_streams_say_the_same_in_order(client, mode):
     for question in QUESTIONS:
         whole = chat(client, question, mode=mode)
         options: Any = {"include_usage": True}
-        pieces, last = streamed(
-            chat(client, question, mode=mode, stream=True, stream_options=options)
-        )
+        *chunks, last = chat(client, question, mode=mode, stream=True, stream_options=options)
+        assert last.choices == []
+        assert last.usage == whole.usage
+        pieces, last = streamed(chunks)
         assert "".join(pieces) == whole.choices[0].message.content
         assert sum(map(bool, pieces)) > 1, "all text came at once"
         assert last.choices[0].finish_reason == whole.choices[0].finish_reason
-        assert last.usage == whole.usage
+        assert last.usage is None
         told = {name: last.setblock[name] for name in ("token_ids", "forwards", "mode")}
         assert told == {name: whole.setblock[name] for name in told}
         plain, _ = streamed(complete(client, question, max_tokens=30, stream=True))
@@ -219,10 +220,16 @@ def test_a_stream_says_its_usage_unless_told_not_to(address, usage):
         body = {**asked, "stream": True, "max_tokens": 5, **options}
         lines = httpx.post(f"{address}/v1/{path}", json=body, timeout=60).text.split("\n\n")
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        if usage:
+            own = chunks.pop()
+            assert own.pop("usage")["completion_tokens"] == 5
+            assert {**own, "choices": chunks[-1]["choices"]}.items() <= chunks[-1].items()
+            assert own["choices"] == []
         told = [one["usage"]["completion_tokens"] for one in chunks if one.get("usage")]
-        assert told == ([] if usage is False else [5])
+        assert told == ([5] if usage is None else [])
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert [one["setblock"]["mode"] for one in chunks if "setblock" in one] == ["sbd"]
-        assert "usage" not in chunks[-1]["setblock"]
+        assert not {"usage", "apart"} & chunks[-1]["setblock"].keys()
 
 
 def test_a_stream_ends_as_the_protocol_says(address):
