@@ -54,6 +54,9 @@ def main(
     cached: Annotated[int, typer.Option(help="Of a row in the cache.", min=1, max=4096)] = 200,
     repeats: Annotated[int, typer.Option(help="Pairs of forwards.", min=1)] = 15,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="In kernels that torch.compile makes first.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The record.")] = Path(
         "benchmarks/records/padding-cost.json"
     ),
@@ -61,7 +64,7 @@ def main(
     """Measure, and write the record."""
     record = new_record()
     try:
-        loaded = load(model, device="cpu", dtype=dtype, pack=True)
+        loaded = load(model, device="cpu", dtype=dtype, pack=True, compile=compile)
     except ModelError as error:
         raise typer.BadParameter(str(error)) from error
     print("| tokens of rows | padded, ms | without, ms | times as fast |")
@@ -88,7 +91,8 @@ def main(
         line = {"rows": lengths, "padded_s": padded, "without_s": plain}
         record["results"].append(line | {"speedup": ratio, "speedup_range": spread})
         print(f"| {words} | {padded * 1e3:.1f} | {plain * 1e3:.1f} | {ratio:.2f} |", flush=True)
-    save_record({**record, "model": loaded.name, "dtype": dtype, "cached": cached}, out)
+    settings = {"model": loaded.name, "dtype": dtype, "cached": cached, "compile": compile}
+    save_record(record | settings, out)
 
 
 if __name__ == "__main__":

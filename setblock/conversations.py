@@ -8,7 +8,8 @@ from typing import Any
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # What a message may hold besides role and content.
 MORE_OF_ROLE = {
-    "assistant": ("tool_calls", "reasoning_content"),
+    **dict.fromkeys(("system", "developer", "user", "function"), ("name",)),
+    "assistant": ("tool_calls", "reasoning_content", "name"),
     "tool": ("tool_call_id", "name"),
 }
 

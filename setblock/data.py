@@ -36,12 +36,12 @@ def prepare(rows: Dataset, tokenizer: Any, chat: bool = False) -> Dataset:
             raise ValueError("--chat needs rows of prompt and completion, or of messages")
         return rows
     if tokenizer.chat_template is None:
-        way = "leave out --chat (with speedup, give --plain)"
-        if not chat:
-            way = "give the data as prompt and completion texts"
+        what, way = "messages need", "give the data as prompt and completion texts"
+        if chat:
+            what, way = "prompts go into", "leave out --chat (with speedup, give --plain)"
         raise ValueError(
-            f"messages need a chat template, and the model's tokenizer has none: {way}, or train a "
-            "model with a template"
+            f"{what} a chat template, and the model's tokenizer has none: {way}, or train a model "
+            "with a template"
         )
     if "messages" not in first:
         # trl renders the prompt alone and knows where the completion begins; it would not say

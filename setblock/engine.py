@@ -15,8 +15,8 @@ from typing import Any
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from setblock.calls import Hearing
-from setblock.fields import Asked, Refused
-from setblock.generation import checked, settings_for
+from setblock.fields import TOO_LONG, Asked, Refused
+from setblock.generation import TooLong, checked, settings_for
 from setblock.grammar import Grammar
 from setblock.logprobs import Piece, Placed, Placing
 from setblock.model import Model
@@ -209,6 +209,7 @@ class Engine(GenerateManager):
                         asked.prompt,
                         f"must leave room for {block} in the model's context of {context} tokens, "
                         f"got {len(ids)} tokens",
+                        code=TOO_LONG,
                     )
             given["max_new_tokens"] = limit
             settings, grammar = checked(model, [ids], 1, given)
@@ -365,12 +366,16 @@ def _refusal(error: Exception, asked: Asked) -> Refused:
     message = message.replace(", or name another by mask_token_id", "")  # not a client's
     if message.startswith("prompt 0 "):  # the only one
         message = message.replace("prompt 0", asked.prompt, 1)
+        message = message.replace("messages has", "messages have", 1)
     field, _, why = message.partition(" ")
     if field == "json_schema":
         field = "response_format"
     elif field == "grammar" and "tools" in asked.fields:  # which nobody wrote
         field, why = "tool_choice", why.partition(" 1 | start: ")[0]
-    return Refused(field, why) if field in asked.fields else Refused(None, message)
+    code = TOO_LONG if isinstance(error, TooLong) else None
+    if field not in asked.fields:
+        field, why = None, message
+    return Refused(field, why, code=code)
 
 
 def _fail(job: Job, error: BaseException) -> None:

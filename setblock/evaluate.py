@@ -18,7 +18,7 @@ from setblock.model import Model
 from setblock.records import peak_bytes
 from setblock.results import Generation
 from setblock.roofline import fitted_acceptance
-from setblock.scores import Sample, Score, ratio_interval, repetition
+from setblock.scores import Sample, Score, percent, ratio_interval, repetition
 from setblock.settings import FORMATS, Settings
 from setblock.tasks import SUFFIXES, TASKS, DataRows, Item, Task, read_rows
 
@@ -412,7 +412,7 @@ def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
             name,
             alone,
             "" if one["p_value"] is None else f"{one['p_value']:.3g}",
-            f"{one['identical_share']:.0%}",
+            percent(one["identical_share"]),
             f"{one['wall_clock_ratio']:.2f}x",
         )
     return shown

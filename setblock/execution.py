@@ -32,7 +32,7 @@ FILE_BYTES = 2**20  # of each file written, the results included
 # Whatever the code itself prints goes nowhere. The child limits itself: between fork and exec a
 # large parent would be over the limit of memory already.
 _CHILD = """
-import importlib.util, json, os, shutil, subprocess, sys  # what some import is denied below
+import importlib.util, json, os, pathlib, shutil, subprocess, sys  # whose imports are denied below
 
 def main():
     job = json.load(sys.stdin)

@@ -30,8 +30,9 @@ TAKEN = {
     "min_tokens": "an integer",
     "logit_bias": "an object",
     "n": "an integer",
-    "user": "a text",  # whose request it is, which changes no answer
-    "metadata": "an object",  # likewise
+    # What changes no answer.
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "a text"),
+    "metadata": "an object",
 }
 KINDS: dict[str, tuple[type, ...]] = {
     "a number": (int, float),
@@ -49,6 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],),
     "tool_choice": ("none", "auto"), "store": (False,),
     "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "verbosity": ("medium",),
 }  # fmt: skip
 TEXTS_OF_MESSAGE = {"reasoning_content", "tool_call_id", "name"}
 # Fields of the one protocol, which users of the other give by mistake.
@@ -63,19 +65,25 @@ LARGEST = 2**63  # integers are below it, as seeds are
 MOST_STOPS, LONGEST_STOP = 16, 1_000
 MOST_CHOICES = 64  # answers to one request
 
+NO_SUCH_MODEL, TOO_LONG = "model_not_found", "context_length_exceeded"  # the protocol's words
+
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 100
 shown = SHORT.repr
 
 
 class Refused(Exception):
-    """A request that can't be answered: why, the field if it is one, and the HTTP status."""
+    """A request that can't be answered: why, the field if it is one, the HTTP status, and the
+    protocol's word for it, if it has one.
+    """
 
-    def __init__(self, field: str | None, why: str, status: int = 400) -> None:
+    def __init__(
+        self, field: str | None, why: str, status: int = 400, code: str | None = None
+    ) -> None:
         if field and not (field.isprintable() and len(field) <= 100):
             field = shown(field)
         super().__init__(f"{field} {why}" if field else why)
-        self.field, self.status = field, status
+        self.field, self.status, self.code = field, status, code
 
 
 @dataclass

@@ -384,6 +384,10 @@ def encode(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]
     return ids
 
 
+class TooLong(ValueError):
+    """A prompt that leaves no room, in the model's context, for the answer that was asked for."""
+
+
 def _check_prompt(
     model: Model, row: int, prompt: Sequence[int], settings: Settings, shortens: bool
 ) -> None:
@@ -401,13 +405,13 @@ def _check_prompt(
             "what is yet to be generated: leave it out, or name another by mask_token_id"
         )
     if len(prompt) >= model.context_length:
-        raise ValueError(
+        raise TooLong(
             f"prompt {row} has {len(prompt)} tokens and leaves no room for an answer in the "
             f"model's context of {model.context_length} tokens{model.context_note}"
         )
     most = settings.room(model.context_length - len(prompt))
     if shortens and not most:
-        raise ValueError(
+        raise TooLong(
             f"prompt {row} has {len(prompt)} tokens and leaves no room for a block of "
             f"{settings.stride} in the model's context of {model.context_length} "
             f"tokens{model.context_note}"
@@ -416,7 +420,7 @@ def _check_prompt(
         limit = f"max_new_tokens={settings.max_new_tokens}"
         if settings.num_slots > settings.max_new_tokens:
             limit += f" ({settings.num_slots} in whole blocks of {settings.block_size})"
-        raise ValueError(
+        raise TooLong(
             f"prompt {row} has {len(prompt)} tokens; with {limit} "
             f"it exceeds the model's context of {model.context_length} tokens{model.context_note}"
             + (f": at most {most} new ones fit behind it" if most > 0 else "")

@@ -85,6 +85,11 @@ def load(
     is possible.
     Raises: ModelError.
     """
+    if not isinstance(name_or_path, (str, Path)):
+        raise ModelError(
+            f"name_or_path must be a text or a path, got a {type(name_or_path).__name__}: of a "
+            "network in memory, the folder that its save_pretrained and its tokenizer's wrote"
+        )
     if isinstance(compile, bool):
         compile = "on" if compile else "off"
     if compile not in ("off", *COMPILE):

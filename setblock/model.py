@@ -173,7 +173,7 @@ class Model:
         """
         config = self.network.config
         ours = config._attn_implementation == attention.NAME and config.model_type in TESTED
-        return ours and self.device.type == "cpu" and not self.compiled
+        return ours and self.device.type == "cpu"
 
     @property
     def replays(self) -> bool:
@@ -240,7 +240,7 @@ class Model:
                 run, replayed = self._compiled or self._run, self._graphs
             cache.stage(layout)
             if self.leaves_padding_out and (line := line_of(layout)) is not None:
-                return self._in_line(line, tokens, layout, cache, logits_at)
+                return self._in_line(run, line, tokens, layout, cache, logits_at)
         whole = logits_at is None
         forward = functools.partial(self._there, run, layout, cache, whole)
         if cache is None or replayed is None:
@@ -279,6 +279,7 @@ class Model:
 
     def _in_line(
         self,
+        run: Callable[..., tuple[Tensor, Tensor]],
         line: Line,
         tokens: Int[Tensor, "batch length"],
         layout: Layout,
@@ -295,7 +296,7 @@ class Model:
         needed = tokens_at[real]
         with gated.opened(self.network, queries, queries) as told, in_line(line):
             given = line.line(tokens), queries.position, mask, cache, needed, told
-            results = self._run(*given)
+            results = run(*given)
         place = torch.zeros_like(tokens_at)
         place[real] = torch.arange(len(needed))
         logits, context = (result[0, place] for result in results)

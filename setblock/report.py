@@ -12,6 +12,7 @@ from typing import Any
 from setblock.evaluate import PERPLEXITY
 from setblock.live import NAMES
 from setblock.measured import Measured, name_of, read, tell_apart
+from setblock.scores import percent
 from setblock.tune import loss_cells, proven, words
 
 PAGE = Path(__file__).with_name("report.html")
@@ -75,7 +76,7 @@ def tables(found: Measured) -> list[Shown]:
                 _cell(one["only_second"]),
                 *_difference(one),
                 _cell(one["p_value"], ".3g"),
-                f"{one['identical_share']:.1%}",
+                percent(one["identical_share"]),
                 "" if one["wall_clock_ratio"] is None else f"{one['wall_clock_ratio']:.2f}x",
             )
             for one in found.comparisons
@@ -94,7 +95,7 @@ def tables(found: Measured) -> list[Shown]:
                 *("" if line[name] is None
                   else "{:.2f}x ({:.2f}-{:.2f})".format(line[name], *line[f"{name}_range"])
                   for name in ("speedup", "total_speedup")),
-                f"{line['identical_share']:.1%}",
+                percent(line["identical_share"]),
             )
             for line in found.contenders
         )  # fmt: skip

@@ -11,6 +11,11 @@ T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622,
 NGRAM = 4  # tokens that count as repeated if they stood in the answer before
 
 
+def percent(share: float) -> str:
+    """To a tenth; of less than all never 100.0%."""
+    return f"{share if share == 1 else min(share, 0.999):.1%}"
+
+
 @dataclass(frozen=True)
 class Sample:
     """One problem's answer; a line of the file of samples.

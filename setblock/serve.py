@@ -28,6 +28,7 @@ from transformers.cli.serving.server import build_server
 from setblock.calls import Hearing, templated
 from setblock.engine import MOST_ANSWERS, Engine, Failed, State, why
 from setblock.fields import (
+    NO_SUCH_MODEL,
     OPTIONS,
     TEXTS_OF_MESSAGE,
     Asked,
@@ -81,7 +82,8 @@ class Answers:
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         served: Served = self.model_manager
         if body.get("model") not in (None, served.name):
-            raise Refused("model", f"must be {served.name!r}, got {shown(body['model'])}", 404)
+            named = f"must be {served.name!r}, got {shown(body['model'])}"
+            raise Refused("model", named, 404, NO_SUCH_MODEL)
         if tools := body.get("tools"):
             forced = forced_tools(body.get("tool_choice", "auto"), tools)
             own = served.model, served.apply_chat_template, tools, forced, served.rendered
@@ -346,7 +348,8 @@ def build(
     @app.get("/v1/models/{name:path}")
     def one_model(name: str) -> JSONResponse:
         if name != served.name:
-            raise Refused("model", f"must be {served.name!r}, got {shown(name)}", 404)
+            named = f"must be {served.name!r}, got {shown(name)}"
+            raise Refused("model", named, 404, NO_SUCH_MODEL)
         return JSONResponse(served.list_models()[0])
 
     for kind in (Refused, HTTPException, RequestValidationError):
@@ -452,8 +455,8 @@ def _body(told: Any, status: int = 500) -> dict[str, Any]:
     kind = (
         "server_error" if (told.status if refused else status) >= 500 else "invalid_request_error"
     )
-    field = told.field if refused else None
-    return {"error": {"message": str(told), "type": kind, "param": field, "code": None}}
+    field, code = (told.field, told.code) if refused else (None, None)
+    return {"error": {"message": str(told), "type": kind, "param": field, "code": code}}
 
 
 async def _then_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:

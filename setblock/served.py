@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from setblock.conversations import prepared, refusal
-from setblock.fields import Refused
+from setblock.fields import TOO_LONG, Refused
 from setblock.logprobs import Told
 from setblock.model import Model
 
@@ -68,6 +68,7 @@ class Served:
                 field,
                 f"must fit into the model's context of {self.model.context_length} tokens, so have "
                 f"at most {self.most_characters} characters, got {characters}",
+                code=TOO_LONG,
             )
 
     def apply_chat_template(

@@ -4,9 +4,9 @@ A network's layers take tokens one by one, but for attention, and on a CPU each 
 get [1, tokens] instead of [batch, length]; attention alone sees rows, each over its own cache.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,19 +51,25 @@ def line_of(layout: Layout) -> Line | None:
     return Line(*map(torch.from_numpy, (real, places, tokens)))
 
 
-_under_way: ContextVar[Line | None] = ContextVar("line", default=None)
+class _UnderWay(threading.local):
+    """What the thread's forward is of; torch.compile can look at it, unlike a context variable."""
+
+    line: Line | None = None
+
+
+_under_way = _UnderWay()
 
 
 @contextmanager
 def in_line(line: Line) -> Iterator[None]:
     """Within, a network's forward is of this line, and attention has to part it into rows."""
-    token = _under_way.set(line)
+    _under_way.line = line
     try:
         yield
     finally:
-        _under_way.reset(token)
+        _under_way.line = None
 
 
 def under_way() -> Line | None:
     """The line that the network's forward under way is of; None for one of rows."""
-    return None if torch.compiler.is_compiling() else _under_way.get()
+    return _under_way.line

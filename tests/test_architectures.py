@@ -303,3 +303,9 @@ def test_experts_stored_in_four_bits_are_unpacked(tmp_path) -> None:
     model.network.save_pretrained(tmp_path / "unpacked")
     model.tokenizer.save_pretrained(tmp_path / "unpacked")
     assert ids_of(load(tmp_path / "unpacked"), PROMPTS, mode="ntp") == texts
+
+
+def test_a_network_in_memory_is_no_name(checkpoint):
+    network = load(checkpoint()).network
+    with pytest.raises(ModelError, match="must be a text or a path, got a LlamaForCausalLM: of a"):
+        load(network)  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def test_a_terminal_asks(run, trained, monkeypatch):
     shown = run("chat", trained, *FEW, stdin=Terminal())
     first, _, other = answers(load(trained), max_new_tokens=12)
     assert (shown.code, shown.out) == (0, f"{first}\n{other}\n\n")
-    assert shown.err.startswith("Ctrl-C ends an answer, Ctrl-D ends this; /new begins anew\n")
+    assert shown.err.startswith("Ctrl-C ends an answer, Ctrl-D this; /new begins anew\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -169,10 +169,11 @@ def test_ctrl_c_ends_the_line_that_is_typed_and_sigterm_all(run, trained, monkey
 
 
 def test_a_command_that_there_is_not_is_no_message(run, trained):
-    shown = run("chat", trained, *FEW, stdin=io.StringIO("/quit\nab\n/\n"))
+    shown = run("chat", trained, *FEW, stdin=io.StringIO("/quit\n/help\nab\n/\n"))
     assert shown.out == f"{answers(load(trained), max_new_tokens=12)[0]}\n"
-    assert shown.err.startswith("no command /quit; there are /new and /exit\n")
-    assert shown.err.endswith("no command /; there are /new and /exit\n")
+    assert shown.err.startswith("no command /quit; there are /new, /help and /exit\n")
+    assert "/new begins another conversation, /exit or Ctrl-D ends this" in shown.err
+    assert shown.err.endswith("no command /; there are /new, /help and /exit\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

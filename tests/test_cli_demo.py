@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from conftest import SHORT
 from fakes import TableModel
 
@@ -24,6 +25,23 @@ def test_a_busy_machine_is_named_beside_its_seconds(run, trained, short_demo, mo
     monkeypatch.setattr("setblock.cli.answering.SLOW_S", 0.0)
     assert "this machine is busy (load 99.0 on" in run(*words).err
     assert "busy" not in run(*words, "--json").err
+
+
+@pytest.mark.parametrize(
+    ("few", "told", "threads"), [(10**9, None, [1]), (10, None, []), (10**9, "4", [])]
+)
+def test_a_small_model_runs_on_one_thread_unless_told_otherwise(
+    run, answering, monkeypatch, few, told, threads
+):
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(showing, "FEW", few)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    answering(TableModel.spelling("some answer", start=3))
+    assert run("demo", "--prompt", "hi", "--solver", "fixed:4", "--json").code == 0
+    assert asked == threads
 
 
 @pytest.mark.parametrize("live", ["--live", "--no-live"])

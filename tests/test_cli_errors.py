@@ -41,7 +41,7 @@ from setblock import cli, running
         (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids exclude each other"),
         (["--prompt", "a" * 300], "leaves no room for an answer in the model's context of 256"),
         (["--prompt", "a\udcff"], "the prompt is not UTF-8: byte 0xff behind 1 char"),
-        (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        (["--prompt-file", "nowhere"], "--prompt-file nowhere can't be read: No such file or dir"),
         (["--prompt-file", "/"], "Is a directory"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["--prompt", "a", "--block-size", "0"], "block_size must be"),
@@ -435,3 +435,9 @@ def test_every_option_is_typed():
             for option in [*parameter.opts, *parameter.secondary_opts]:
                 if option.startswith("-"):
                     assert f'"{option}"' in typed, f"{FILES[name]}: no {option} of {name}"
+
+
+def test_flags_are_shown_without_a_value(run):
+    for command in ("generate", "serve", "train"):
+        [*lines] = (line for line in run(command, "--help").out.splitlines() if "<bool>" in line)
+        assert all("--help" in line for line in lines)

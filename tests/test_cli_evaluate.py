@@ -99,7 +99,8 @@ def test_evaluate_a_benchmark_task(run, trained, tmp_path):
         assert message in run("evaluate", trained, *words, *wrong).error
     assert "--plain are for benchmark tasks" in run("evaluate", trained, "--plain").error
     assert "--data is for one --task" in run("evaluate", trained, "--data", data).error
-    assert "No such file" in run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
+    missing = run("evaluate", trained, *words[:2], "--data", "none.jsonl").error
+    assert "--data none.jsonl can't be read: No such file" in missing
     idle = run("evaluate", trained, "--mode", "ntp", "--block-size", "4").error
     assert idle == "--block-size is for modes sbd and verified, got 4 in mode ntp"
 

@@ -104,7 +104,7 @@ def test_info(run, checkpoint, as_json):
     rows = [line.split(None, 1) for line in result.out.splitlines()]
     shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
     assert {name: shown[name] for name in facts if name in shown} == {
-        name: {"acceptance": "0.90"}.get(name, str(value))
+        name: {"acceptance": "0.90", "dtype": "bfloat16, to compute in"}.get(name, str(value))
         for name, value in facts.items()
         if value is not None
     }

@@ -247,7 +247,7 @@ def test_a_batch_that_does_not_fit(checkpoint, rows, tmp_path, monkeypatch, caps
     [
         (["--max-length", "300"], "max_length=300 is more than"),
         (["--max-length", "1"], "none of the 4 rows .* has a token to learn within max_length=1"),
-        (["--chat", "--model", "{no chat}"], "messages need a chat template"),
+        (["--chat", "--model", "{no chat}"], "prompts go into a chat template, and the model's"),
         (["--mask-token-id", "999999"], "mask token 999999"),
         (["--decode-every", "2"], "decode_every and decode_data need each other"),
         (["--decode-solver", "guess:1"], "guess"),

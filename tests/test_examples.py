@@ -496,7 +496,7 @@ def test_copied_tokens(tmp_path, monkeypatch):
     run("copied_tokens.py", "no/model", f"gsm8k={file}", code=2)
 
 
-def test_padding_cost(tmp_path):
+def test_padding_cost(tmp_path, checkpoint):
     out = tmp_path / "record.json"
     words = [
         "--model",
@@ -518,6 +518,9 @@ def test_padding_cost(tmp_path):
     assert low <= line["speedup"] <= high
     for wrong in ("3;1", "3,0"):
         run("padding_cost.py", "--model", "nano", "--rows", wrong, code=2)
+    words[1] = str(checkpoint())
+    run("padding_cost.py", *words, "--compile", "--out", out)
+    assert json.loads(out.read_text())["compile"]
 
 
 def test_long_prompt(tmp_path, monkeypatch):

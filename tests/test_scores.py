@@ -17,6 +17,7 @@ from setblock.scores import (
     compare,
     drop_bounds,
     mcnemar,
+    percent,
     pooled,
     ratio_interval,
     repetition,
@@ -39,6 +40,13 @@ from setblock.scores import (
 )
 def test_wilson_interval(correct, n, low, high):
     assert wilson_interval(correct, n) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("share", "told"), [(1.0, "100.0%"), (0.9999, "99.9%"), (0.5, "50.0%"), (0.0, "0.0%")]
+)
+def test_less_than_all_is_not_all(share, told):
+    assert percent(share) == told
 
 
 def test_ratio_interval_covers_the_ratio():

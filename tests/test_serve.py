@@ -288,9 +288,20 @@ def test_biases_of_a_request(client, nano):
 
 def test_values_that_ask_for_nothing_are_taken(client):
     extra = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me"}
-    extra |= {"metadata": {"run": "1"}, "top_p": None, "min_tokens": 0}
+    extra |= {"safety_identifier": "x", "prompt_cache_key": "y", "modalities": ["text"]}
+    extra |= {"verbosity": "medium", "metadata": {"run": "1"}, "top_p": None, "min_tokens": 0}
     extra |= {"response_format": {"type": "text"}, "logprobs": False}
     assert chat(client, "hi", **extra).choices
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "function"])
+def test_a_name_does_no_harm_where_a_template_tells_none(client, role):
+    turns: Any = [{"role": role, "content": "hi"}, {"role": "user", "content": QUESTIONS[0]}]
+    plain, named = (
+        client.chat.completions.create(model="nano", messages=messages, max_tokens=9)
+        for messages in (turns, [{**turns[0], "name": "Ann"}, turns[1]])
+    )
+    assert named.choices == plain.choices
 
 
 def test_routes(address, client):

@@ -123,6 +123,18 @@ def test_biases_that_have_no_place(address, fields, message):
     assert error["param"] == next(iter(fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"model": "other"}, "model_not_found"),
+        ({"prompt": "x" * 10**6}, "context_length_exceeded"),
+        ({"prompt": "a", "n": 0}, None),
+    ],
+)
+def test_errors_that_the_protocol_has_a_word_for(address, fields, code):
+    assert refused(address, {"prompt": "a", **fields})["code"] == code
+
+
 def test_what_only_a_stream_has(address):
     body = {"prompt": "a", "stream_options": {"include_usage": True}}
     for given in (body, {**body, "stream": False}):
@@ -144,8 +156,10 @@ def test_one_limit_under_two_names(address, client, nano):
     )
     assert answer.usage.completion_tokens == 5
     body = {"messages": messages, "max_completion_tokens": 10**6}
-    message = refused(address, body, "chat/completions")["message"]
-    assert "with max_completion_tokens=1000000" in message
+    error = refused(address, body, "chat/completions")
+    message = error["message"]
+    assert error["code"] == "context_length_exceeded"
+    assert "messages have 13 tokens; with max_completion_tokens=1000000" in message
 
 
 def test_a_prompt_that_leaves_no_room(address, nano):
@@ -164,7 +178,7 @@ def test_a_prompt_that_leaves_no_room(address, nano):
             f"prompt must leave room for {room} in the model's context of {context} tokens, "
             f"got {given} tokens"
         )
-        assert error["param"] == "prompt"
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     # A block does not fit, tokens do.
     text = nano.decode(nano.encode("1 2 3 4 " * 300)[: context - 10])
     assert context - 16 < len(nano.encode(text)) < context
@@ -344,6 +358,15 @@ def test_a_template_that_refuses_a_role(checkpoint):
         error = refused(place, body, "chat/completions")
         assert error["message"] == "messages do not fit the chat template: only users speak"
         assert error["param"] == "messages"
+
+
+def test_a_template_is_told_who_speaks(checkpoint):
+    model = load(checkpoint("llama"))
+    model.tokenizer.chat_template = "{{ raise_exception('no ' + messages[0]['name']) }}"
+    with serving(build(model, "strict")) as place:
+        body = {"messages": [{"role": "user", "name": "Ann", "content": "hi"}]}
+        error = refused(place, body, "chat/completions")
+        assert error["message"] == "messages do not fit the chat template: no Ann"
 
 
 @pytest.mark.parametrize(

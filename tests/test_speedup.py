@@ -148,7 +148,7 @@ def test_without_prompts(tmp_path, monkeypatch, capsys, chooses) -> None:
     run(monkeypatch, "speedup", *words)
     out = (first := capsys.readouterr()).out
     where = "timed on 1 of the prompts held out"
-    said = f"{folder} says what nano says, 1.75 times as fast as token by token, {where}\n"
+    said = f"{folder} says what nano says token by token, 1.75 times as fast, {where}\n"
     assert f"{said}now: setblock serve {folder}\n" in out
     run(monkeypatch, "speedup", *words)
     again = capsys.readouterr()
@@ -188,7 +188,7 @@ def test_what_the_search_chose_is_told(words, tmp_path, monkeypatch, capsys, cho
     out, told = capsys.readouterr()
     assert "this machine is busy (load 99.0 on" in told
     assert "llama" in out
-    assert "says, but for rounding, 1.75 times as fast" in out
+    assert "says token by token, but for rounding, 1.75 times as fast" in out
     assert "rounding: verified, whose text differs" in out
     assert "acceptance of drafted tokens: 0.70, was 0.60\n" in out
     card = (tmp_path / "fast" / "README.md").read_text()

@@ -1,5 +1,6 @@
 """Rows of different lengths in one line: what a forward says is the same without the padding."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_a_line_is_under_way_until_an_error() -> None:
     assert under_way() is None
     with suppress(RuntimeError), in_line(line):
         assert under_way() is line
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(under_way).result() is None, "another thread's forwards are others"
         raise RuntimeError
     assert under_way() is None
 
@@ -124,20 +127,32 @@ def test_layers_get_no_padding(checkpoint, monkeypatch) -> None:
 
 
 def test_rows_stay_rows_where_nothing_is_saved(checkpoint, monkeypatch) -> None:
-    """Without padding, with kernels of torch.compile, and in networks that nobody has tried."""
+    """Without padding, and in networks that nobody has tried."""
     model, layout = load(checkpoint()), mixed()
     seen = widths(model, monkeypatch)
     cache = filled(model)
     position = torch.tensor(PROMPTS)[:, None]
     alike = decoding_layout(position, position[:, 0], position[:, 0] + 1)
     model.forward(tokens_of(model, alike), alike, cache)
-    run = model._run
-    model._compiled = lambda *words: run(*words)
-    model.forward(tokens_of(model, layout), layout, cache)
-    model._compiled = None
     monkeypatch.setattr(models, "TESTED", ())
     model.forward(tokens_of(model, layout), layout, cache)
-    assert seen == [(1, 19), (3, 1), (3, 6), (3, 6)]
+    assert seen == [(1, 19), (3, 1), (3, 6)]
+
+
+def test_a_line_runs_in_kernels_if_there_are_any(checkpoint, monkeypatch) -> None:
+    model, layout = load(checkpoint()), mixed()
+    seen, cache, run, compiled = widths(model, monkeypatch), filled(model), model._run, []
+
+    def kernels(*words: Any) -> Any:
+        compiled.append(len(seen))
+        return run(*words)
+
+    model._compiled = kernels
+    model.forward(tokens_of(model, layout), layout, cache)
+    monkeypatch.setattr(models, "MOST_COMPILED", 5)  # of a row
+    model.forward(tokens_of(model, layout), layout, cache)
+    assert seen == [(1, 19), (1, 12), (1, 12)]
+    assert compiled == [1]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

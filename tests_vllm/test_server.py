@@ -197,7 +197,7 @@ def test_fields_that_would_be_ignored_or_are_wrong(address, client, field, value
 
 def test_without_a_seed_texts_differ(client):
     texts = {
-        ask(client, QUESTIONS[2], {"mode": mode}, temperature=1.5).choices[0].message.content
+        ask(client, QUESTIONS[2], {"mode": mode}, temperature=5.0).choices[0].message.content
         for mode in ("sbd", "verified", "ntp")
         for _ in range(3)
     }

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import CommandInfo
@@ -54,6 +55,9 @@ for command in app.registered_commands:
     # A docstring's lines are as long as the code's; a paragraph is as wide as the terminal.
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    for kind in get_type_hints(command.callback, include_extras=True).values():
+        if get_origin(kind) is Annotated and get_args(kind)[0] in (bool, bool | None):
+            get_args(kind)[1].metavar = ""  # typer's is "<bool>", as if a value had to be given
 
 
 def _told(error: typer.TyperException) -> str:

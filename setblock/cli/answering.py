@@ -18,6 +18,7 @@ from setblock.cli.common import (
     err,
     load_model,
     print_json,
+    reading,
     refuse_idle,
     refuse_unsampled,
     refuse_without,
@@ -383,7 +384,8 @@ def _read_prompt(
         return _read_messages(messages)
     if file is not None:
         try:
-            text = _without_break(file.read_text(encoding="utf-8"))
+            with reading("--prompt-file", file):
+                text = _without_break(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompt-file {file} is not UTF-8: {error}") from error
         if not text:

@@ -48,6 +48,7 @@ from setblock.cli.options import (
     SolverOption,
     Switch,
 )
+from setblock.scores import percent
 
 TaskOption = Annotated[
     str | None,
@@ -434,7 +435,7 @@ def _contenders(lines: list[dict[str, Any]]) -> Table:
             f"{line['tokens_per_second']:.1f}",
             *gains,
             "" if reached is None else f"{reached:.0%}",
-            f"{line['identical_share']:.0%}",
+            percent(line["identical_share"]),
         )
     return shown
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from setblock.model import Model
     from setblock.prompt_cache import PromptCache
 
-NEW, EXIT = "/new", "/exit"
+NEW, EXIT, HELP = "/new", "/exit", "/help"
 
 
 @app.command()
@@ -127,8 +127,14 @@ def chat(
             turns = list(told)
             err.print("a new conversation", style="dim")
             continue
+        if line == HELP:
+            err.print(
+                f"{NEW} begins another conversation, {EXIT} or Ctrl-D ends this, Ctrl-C an answer",
+                style="dim",
+            )
+            continue
         if re.fullmatch(r"/\w*", line):
-            err.print(f"no command {line}; there are {NEW} and {EXIT}", style="red")
+            err.print(f"no command {line}; there are {NEW}, {HELP} and {EXIT}", style="red")
             continue
         turns.append({"role": "user", "content": line})
         try:
@@ -148,7 +154,7 @@ def _lines() -> Iterator[str]:
     if typed:
         with suppress(ImportError):  # arrow keys
             import readline  # noqa: F401
-        err.print(f"Ctrl-C ends an answer, Ctrl-D ends this; {NEW} begins anew", style="dim")
+        err.print(f"Ctrl-C ends an answer, Ctrl-D this; {NEW} begins anew", style="dim")
     while True:
         try:
             line = input("> ") if typed else next(iter(sys.stdin or ()))

@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -183,7 +184,7 @@ def rows_of(
     """The one task that --data is for, and its rows.
 
     usual: the split of a hub dataset where none is given. nano: what else has splits, for errors.
-    Raises: ValueError; OSError.
+    Raises: ValueError.
     """
     from setblock.tasks import TASKS, read_rows
 
@@ -193,7 +194,17 @@ def rows_of(
             "(prompts without right answers: --task prompts)"
         )
     refuse_split(split, data, nano)
-    return TASKS[tasks[0]], read_rows(data, split or usual)
+    with reading("--data", data):
+        return TASKS[tasks[0]], read_rows(data, split or usual)
+
+
+@contextmanager
+def reading(option: str, file: str | Path) -> Iterator[None]:
+    """Where the file can't be read, the error names its option. Raises: ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} {file} can't be read: {error.strerror or error}") from None
 
 
 def refuse_split(split: str | None, data: str, nano: str = "") -> None:

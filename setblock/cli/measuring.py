@@ -15,6 +15,7 @@ from setblock.cli.common import (
     load_model,
     print_json,
     print_table,
+    reading,
     refuse_below_one,
     refuse_idle,
     refuse_repeated,
@@ -225,7 +226,8 @@ def evaluate(
         if useless := [name for name, value in named.items() if value is not None]:
             raise ValueError(f"--{useless[0]}: perplexity reads plain text")
         refuse_split(split, data, "the nano tasks and for ")
-        texts = evaluation.read_texts(data, limit, split or "test")
+        with reading("--data", data):
+            texts = evaluation.read_texts(data, limit, split or "test")
         request = {**models, "data": texts.name, "data_sha256": texts.sha256, "limit": limit}
         request |= {"window": window}
         journal = Journal(request, out_file, resume)
@@ -408,7 +410,10 @@ def _task_form(
     if shots < 0 or bool(shots) != (shots_data is not None):
         raise ValueError(f"--shots and --shots-data need each other; got {shots} and {shots_data}")
     task, rows = rows_of(tasks, data, split, "test", "the nano tasks and for ")
-    solved = read_rows(shots_data, "train") if shots_data else None
+    solved = None
+    if shots_data:
+        with reading("--shots-data", shots_data):
+            solved = read_rows(shots_data, "train")
     examples = tuple(load_items(task, solved, shots)) if solved else ()
     if len(examples) < shots:
         raise ValueError(f"--shots {shots}: {shots_data} has {len(examples)} rows")

@@ -1,5 +1,6 @@
 """Commands that show a model: what it is, and how it answers by each mode."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,13 +81,17 @@ def info(
     drafting = "chosen by arithmetic; setblock tune measures"
     if model.drafting:
         drafting = ", ".join(f"{name} {value}" for name, value in model.drafting.items())
-    for name, value in {**facts, "verified": drafting}.items():
+    of_table = {"verified": drafting, "dtype": f"{facts['dtype']}, to compute in"}
+    for name, value in (facts | of_table).items():
         told = format(value, shown[name]) if name in shown else str(value)
         if value is not None:  # as of a model without a base
             table.add_row(name, told)
     print_table(table)
 
 
+# Parameters of a model whose products are so small that threads mostly wait for each other, all the
+# more beside other work.
+FEW = 20_000_000
 # For a bundled model that was not trained on our own problems.
 QUESTIONS = {
     "smollm2": [
@@ -125,11 +130,15 @@ def demo(
     `--model smollm2` is SmolLM2-135M-Instruct with an adapter; `make demo-smollm2` installs it.
     """
     with starting(model_name):
+        import torch
+
         from setblock import live as show
         from setblock import nano
         from setblock.records import machine_of, new_record
 
     model = load_model(model_name, None, None, None)
+    if model.num_parameters < FEW and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     own_mode = Mode(model.defaults["mode"])
     blocks = Mode.sbd if own_mode == Mode.ntp else own_mode
     modes = list(dict.fromkeys(mode or (Mode.ntp, blocks)))

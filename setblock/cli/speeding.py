@@ -191,9 +191,9 @@ def speedup(
         )
         return
     but = ", but for rounding" if chosen["rounding"] else ""
-    fast = f"{chosen['speed']:.2f} times as fast as token by token"
+    fast = f"{chosen['speed']:.2f} times as fast"
     where = f"timed on {line['confirmed_on']} of the prompts held out"
-    out.print(f"{output_dir} says what {name} says{but}, {fast}, {where}")
+    out.print(f"{output_dir} says what {name} says token by token{but}, {fast}, {where}")
     if chosen["block_size"] == 1:
         out.print(
             "all of it comes from drafts copied from the text, which need no adapter: what this "
