@@ -16,7 +16,6 @@ import json
 import re
 import statistics
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -205,68 +204,62 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """A line for each server, mode and concurrency: medians over the rounds, the first left out."""
     lines = []
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
-            )
-            for url in urls
-        ]
-        turns = [*itertools.product(modes, zip(urls, clients, strict=True))]
-        for size in sizes:
-            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-            for repeat in range(repeats + 1):
-                texts: list[str] = []  # of the first mode
-                for mode, (url, client) in turns:
-                    own = fields_of(mode)
-                    own = {"vllm_xargs": own} if extra else own
-                    every = leave_every if repeat else 0
-                    asked = questions if repeat else questions[: 2 * size]
-                    if before:  # nothing of which is known from an earlier round
-                        asked = [f"{mode} {size} {repeat}\n{before}\n{one}" for one in asked]
-                    at_first = at_rest(url, server_pid)
+    for size in sizes:
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for repeat in range(repeats + 1):
+            texts: list[str] = []  # of the first mode
+            for mode, url in itertools.product(modes, urls):
+                own = fields_of(mode)
+                own = {"vllm_xargs": own} if extra else own
+                every = leave_every if repeat else 0
+                asked = questions if repeat else questions[: 2 * size]
+                if before:  # nothing of which is known from an earlier round
+                    asked = [f"{mode} {size} {repeat}\n{before}\n{one}" for one in asked]
+                at_first = at_rest(url, server_pid)
+                # A client of its own: connections that wait for their turn are closed.
+                async with AsyncOpenAI(
+                    base_url=url, api_key="none", max_retries=0, timeout=600
+                ) as client:
                     seconds, answers = await round_of(client, model, asked, most, size, own, every)
-                    line = line_of(seconds, answers)
-                    texts = texts or [one.text for one in answers]
-                    pairs = zip(answers, texts, strict=True)
-                    line["same"] = sum(one.text == text for one, text in pairs if not one.left)
-                    after = at_rest(url, server_pid)
-                    line |= {"before": at_first, "after": after, "tokens_per_forward": None}
-                    if steps := after.get("forwards", 0) - at_first.get("forwards", 0):
-                        # Of answers that were left nobody knows how many tokens they had.
-                        tokens = after["committed"] - at_first["committed"]
-                        line["tokens_per_forward"] = (
-                            tokens if line["left"] else line["tokens"]
-                        ) / steps
-                    if repeat:
-                        found.setdefault((mode, url), []).append(line)
-            for (mode, url), rounds in found.items():
-                pairs = list(zip(rounds, found[modes[0], urls[0]], strict=True))
-                gains = [
-                    one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs
+                line = line_of(seconds, answers)
+                texts = texts or [one.text for one in answers]
+                pairs = zip(answers, texts, strict=True)
+                line["same"] = sum(one.text == text for one, text in pairs if not one.left)
+                after = at_rest(url, server_pid)
+                line |= {"before": at_first, "after": after, "tokens_per_forward": None}
+                if steps := after.get("forwards", 0) - at_first.get("forwards", 0):
+                    # Of answers that were left nobody knows how many tokens they had.
+                    tokens = after["committed"] - at_first["committed"]
+                    line["tokens_per_forward"] = (
+                        tokens if line["left"] else line["tokens"]
+                    ) / steps
+                if repeat:
+                    found.setdefault((mode, url), []).append(line)
+        for (mode, url), rounds in found.items():
+            pairs = list(zip(rounds, found[modes[0], urls[0]], strict=True))
+            gains = [one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs]
+            middle = sorted(rounds, key=lambda one: one["tokens_per_second"])[len(rounds) // 2]
+            lost = sum(one["lost"] for one in rounds)
+            waits = {
+                f"{name}_ratio": [
+                    _ratio([(one[name][at], other[name][at]) for one, other in pairs])
+                    for at in (0, 1)
                 ]
-                middle = sorted(rounds, key=lambda one: one["tokens_per_second"])[len(rounds) // 2]
-                lost = sum(one["lost"] for one in rounds)
-                waits = {
-                    f"{name}_ratio": [
-                        _ratio([(one[name][at], other[name][at]) for one, other in pairs])
-                        for at in (0, 1)
-                    ]
-                    for name in ("first_text_s", "between_texts_s")
+                for name in ("first_text_s", "between_texts_s")
+            }
+            lines.append(
+                {
+                    "mode": mode, "url": url, "concurrency": size, "model": model,
+                    "task": "load",
+                    "throughput_ratio": statistics.median(gains),
+                    "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
+                    **waits,
+                    "after_each_round": [one["after"] for one in rounds],
                 }
-                lines.append(
-                    {
-                        "mode": mode, "url": url, "concurrency": size, "model": model,
-                        "task": "load",
-                        "throughput_ratio": statistics.median(gains),
-                        "throughput_ratio_range": (min(gains), max(gains)), **middle, "lost": lost,
-                        **waits,
-                        "after_each_round": [one["after"] for one in rounds],
-                    }
-                )  # fmt: skip
-                console.print(
-                    f"{_label(mode)} at {size}, {url}: {middle['tokens_per_second']:.0f} tokens/s"
-                )
+            )  # fmt: skip
+            console.print(
+                f"{_label(mode)} at {size}, {url}: {middle['tokens_per_second']:.0f} tokens/s"
+            )
     return lines
 
 

@@ -125,7 +125,7 @@ def test_tokens_are_the_same(checkpoint, tmp_path, kind, pack, adapter, layered)
     assert lines[:4] == lines[4:]
     assert lines[0] != lines[1]
     graphs, breaks = json.loads(counts)
-    assert 1 < graphs < 4, "of one token and of more, of one row and of more, and of both layers"
+    assert 1 < graphs < 5, "of one token and of more, of one row and of more, and of a line of rows"
     assert breaks == 0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from setblock.vllm.adaptive import STEPS, TRIALS, Width, Widths
+from setblock.vllm.adaptive import SETTLE, STEPS, TRIALS, Width, Widths
 from setblock.vllm.requests import CUTS, HOLDS, WIDTH
 from setblock.vllm.scheduler import Blocks
 
@@ -57,6 +57,23 @@ def test_the_quickest_width_is_found_and_kept(seconds, best):
     assert rate >= server.best() * server.running * (1 - 2 * TRIALS)
 
 
+def test_what_is_worse_still_is_not_tried():
+    """Of a width's neighbours, where it is the best; a hopeless one is judged by a few steps."""
+    server = Server({**LIGHT, 8: 1.0}, YIELDS, 6)
+    server.run(Widths(WIDTHS, clock=lambda: server.now), 100 * STEPS)
+    assert set(server.used) == {4, 8, 16}
+    first = server.used.index(8)
+    assert server.used[first : first + SETTLE + STEPS // 4 + 1].count(8) == SETTLE + STEPS // 4
+
+
+def test_a_width_about_as_good_gives_way_to_a_wider_one():
+    server = Server({**LIGHT, 8: 0.0098}, YIELDS, 6)  # rates of 250 and 255
+    widths = Widths(WIDTHS, clock=lambda: server.now)
+    server.run(widths, 300 * STEPS)
+    last = server.used[-200 * STEPS :]
+    assert last.count(16) > 170 * STEPS, last.count(16) / STEPS
+
+
 def test_loads_are_told_apart():
     light, heavy = Server(LIGHT, YIELDS, 1), Server(HEAVY, YIELDS, 40)
     now = [0.0]
@@ -91,7 +108,9 @@ def test_idle_times_do_not_count():
         server.now += 1000
         widths.choose(0, 0)
         server.running = 1
-    for (width, _), one in widths.loads[1, 1].yields.items():
+    tried = {width: one for (width, _), one in widths.loads[1, 1].yields.items() if one.seconds}
+    assert set(tried) == {4, 8, 16}
+    for width, one in tried.items():
         assert one.rate == pytest.approx(YIELDS[width] / LIGHT[width], rel=0.2)
 
 

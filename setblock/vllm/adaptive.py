@@ -2,7 +2,7 @@
 
 A forward of many requests is bound by arithmetic, and drafts that cost nothing to one request cost
 throughput to all. `Widths` watches how many tokens a second come out at each width and load, keeps
-to the best, and tries the others so rarely that all trials together lose at most TRIALS of the
+to the best, and tries its neighbours so rarely that all trials together lose at most TRIALS of the
 time. `scheduler` asks it at every step.
 """
 
@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-STEPS = 16  # of a window, over which a width is judged
+STEPS = 16  # of a window, over which a width is judged; a quarter is enough for a hopeless one
+NEAR = 2  # widths on either side of the best that are tried: those beyond are worse than these
 SETTLE = 4  # steps behind a change of width that are not judged: blocks begin without any token
 TRIALS = 0.02  # of the time, at most, that trials of worse widths may lose
-MEMORY = 0.8  # weight of the windows before, at each new one
+MEMORY = 0.9  # weight of the windows before, at each new one
+MARGIN = 0.05  # of the best rate, by which a wider width may fall behind: rates are noisy
 
 
 class Width(NamedTuple):
@@ -65,12 +67,14 @@ class Load:
             return
         self.tokens += tokens
         self.seconds += seconds
-        if self.steps < STEPS:
+        best = max((one.rate for one in self.yields.values() if one.seconds), default=0.0)
+        hopeless = self.steps >= STEPS // 4 and self.tokens < best * self.seconds / 2
+        if self.steps < STEPS and not hopeless:
             return
         found = self.yields[self.width]
         found.tokens = MEMORY * found.tokens + self.tokens
         found.seconds = MEMORY * found.seconds + self.seconds
-        best = max(one.rate for one in self.yields.values() if one.seconds)
+        best = max(best, found.rate)
         # A width about as good as the best one is not tried all the time either.
         lost = self.spent * max(1 - found.rate / best, 0.1) if best else 0.0
         found.due = now + lost * (len(self.yields) - 1) / TRIALS
@@ -90,14 +94,17 @@ class Load:
         best = self.best()
         if not self.yields[best].seconds:
             return best
-        due = [width for width, one in self.yields.items() if width != best and one.due <= now]
-        widest = sorted(due, reverse=True)
-        return min(widest, key=lambda width: self.yields[width].due, default=best)
+        widths = sorted(self.yields)
+        place = widths.index(best)
+        near = [*widths[max(place - NEAR, 0) : place], *widths[place + 1 : place + 1 + NEAR]]
+        due = [width for width in reversed(near) if self.yields[width].due <= now]
+        return min(due, key=lambda width: self.yields[width].due, default=best)
 
     def best(self) -> Width:
-        """The width that yields most, as far as is known."""
-        tried = [width for width, one in self.yields.items() if one.seconds]
-        return max(tried, key=lambda width: self.yields[width].rate, default=self.first)
+        """The widest of those that yield most, as far as is known."""
+        known = {width: one.rate for width, one in self.yields.items() if one.seconds}
+        enough = (1 - MARGIN) * max(known.values(), default=0.0)
+        return max((width for width, rate in known.items() if rate >= enough), default=self.first)
 
     def heir(self) -> "Load":
         """A load of which nothing is known but that it resembles this one: it begins with this
