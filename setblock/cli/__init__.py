@@ -10,9 +10,10 @@ from contextlib import nullcontext
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 from typer.models import CommandInfo
 
 from setblock import imported
@@ -45,6 +46,16 @@ PANELS = {
 panel_of = {name: panel for panel, names in PANELS.items() for name in names}
 
 
+class _Command(TyperCommand):
+    """Whose flags are shown without typer's <bool>, as if a value had to be given."""
+
+    def __init__(self, *words: Any, **given: Any) -> None:
+        super().__init__(*words, **given)
+        for option in self.params:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+
+
 def _name(command: CommandInfo) -> str:
     return command.name or getattr(command.callback, "__name__", "")
 
@@ -55,9 +66,7 @@ for command in app.registered_commands:
     # A docstring's lines are as long as the code's; a paragraph is as wide as the terminal.
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-    for kind in get_type_hints(command.callback, include_extras=True).values():
-        if get_origin(kind) is Annotated and get_args(kind)[0] in (bool, bool | None):
-            get_args(kind)[1].metavar = ""  # typer's is "<bool>", as if a value had to be given
+    command.cls = _Command
 
 
 def _told(error: typer.TyperException) -> str:
