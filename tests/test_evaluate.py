@@ -371,7 +371,7 @@ def test_comparisons():
     assert "Against ntp" in text.splitlines()[0]
     row = next(row for row in text.splitlines() if row.startswith("│"))
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["json", "sbd entropy:0.35", "1 : 3", "0.25", "97%", "1.50x"]
+    assert cells == ["json", "sbd entropy:0.35", "1 : 3", "0.25", "97.0%", "1.50x"]
     assert "right alone: problems that only this setting got right" in text
     console.print(evaluate.comparison_table([pair, pair | {"first": line(), "p_value": None}]))
     text = " ".join(console.export_text().split())
