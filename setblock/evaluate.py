@@ -356,7 +356,7 @@ def _score_cells(line: Mapping[str, Any]) -> tuple[str, str]:
     if line["task"] == PERPLEXITY:
         score, interval, unit = f"{line['score']:.3f}", "{:.3f}-{:.3f}", 1
     else:
-        score, interval, unit = f"{line['score']:.1%}", "{:.1f}-{:.1f}", 100
+        score, interval, unit = percent(line["score"]), "{:.1f}-{:.1f}", 100
     bounds = [unit * bound for bound in line["interval"] or ()]
     return score, interval.format(*bounds) if bounds else ""
 

@@ -12,6 +12,7 @@ import inspect
 import os
 import shutil
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from transformers import Cache
 from setblock.names import ModelError, any_of
 
 MOST_KINDS = 32  # of forwards that torch.compile makes kernels for
+_configured = threading.local()
 
 
 def missing(device: torch.device) -> str | None:
@@ -88,13 +90,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     """The function, or the method of this owner, in kernels of its own.
 
-    Effects: torch.compile's limit of kinds, and what it does with floats, for the whole process.
+    Effects: torch.compile's limit of kinds, and what it does with floats, in threads that run it.
     """
-    config: Any = torch._dynamo.config
-    # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
-    config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
-    # Else it traces a network twice, the second time with what floats it has held fixed.
-    config.specialize_float = True
     # Kernels belong to a code, and what is checked of a network does not tell two apart.
     code, closure = function.__code__.replace(), function.__closure__
     own: Any = FunctionType(code, function.__globals__, closure=closure)
@@ -102,9 +99,27 @@ def _compiled(
         own = MethodType(own, *owner)
     # torch.compile takes a mode or options, and a mode is options.
     options = torch._inductor.list_mode_options(mode) if mode else {}
-    return torch.compile(
+    kernels: Any = torch.compile(
         own, dynamic=True, backend=backend, options={**options, "guard_filter_fn": filter}
     )
+
+    def run(*given: Any) -> Any:
+        _configure()
+        return kernels(*given)
+
+    return run
+
+
+def _configure() -> None:
+    """Effects: once for each thread, as torch.compile's configuration is a thread's own."""
+    if getattr(_configured, "done", False):
+        return
+    config: Any = torch._dynamo.config
+    # Beyond its limit of kinds torch.compile falls back to plain kernels without a word.
+    config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+    # Else it traces a network twice, the second time with what floats it has held fixed.
+    config.specialize_float = True
+    _configured.done = True
 
 
 def looked_at_again(guards: Sequence[Any], layers: str = "self.network.") -> list[bool]:

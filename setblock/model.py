@@ -347,11 +347,11 @@ class Model:
         """From now on forwards behind a prompt, of up to MOST_COMPILED tokens a row, are quicker.
 
         how: "kernels", they run in kernels that torch.compile makes at the first of each kind, one
-        token or several, one row or more, and keeps on disk for the next process, on CUDA those of
-        one layer for all; "graphs", they are recorded as CUDA graphs and replayed from the second
-        of each shape on, see Graphs, and caches keep their memory for the next one, and the
-        network's norms become torch's own kernel for good (norms.join); "on", kernels, and on CUDA
-        graphs of them.
+        token or several, one row or more, of one length or not, and keeps on disk for the next
+        process, on CUDA those of one layer for all; "graphs", they are recorded as CUDA graphs and
+        replayed from the second of each shape on, see Graphs, and caches keep their memory for the
+        next one, and the network's norms become torch's own kernel for good (norms.join); "on",
+        kernels, and on CUDA graphs of them.
         Raises: ValueError for another word; ModelError on a CPU without a C++ compiler, and for a
         network that can't be recorded as a graph, as none can on a CPU.
         Hooks put on later, or layers replaced, may not be seen.

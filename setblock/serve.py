@@ -31,6 +31,7 @@ from setblock.fields import (
     NO_SUCH_MODEL,
     OPTIONS,
     TEXTS_OF_MESSAGE,
+    TOO_LONG,
     Asked,
     Refused,
     as_json,
@@ -189,7 +190,7 @@ class Answers:
         if apart is None:
             return f"data: {json.dumps(chunk)}\n\n"
         usage = {"choices": [], "usage": chunk.pop("usage")}
-        own = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        own = {name: one for name, one in chunk.items() if name != "setblock"}
         chunks = [chunk, own | usage] if apart else [chunk]
         return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks)
 
@@ -220,6 +221,7 @@ class Chat(Answers, ChatCompletionHandler):
             raise Refused(
                 "messages",
                 f"must be at most {context}, the tokens of the context, got {len(messages)}",
+                code=TOO_LONG,
             )
         body["messages"] = messages = [without_nulls(message) for message in messages]
         for message in messages:

@@ -19,7 +19,7 @@ from setblock.evaluate import Form, acceptance_fitting, evaluate, prompt_ids
 from setblock.generation import finished, settings_for
 from setblock.model import Model
 from setblock.roofline import ACCEPTANCE, Spending
-from setblock.scores import Sample, Score, drop_bounds
+from setblock.scores import Sample, Score, drop_bounds, percent
 from setblock.settings import MOST_QUERIES
 
 NAMES = ("mode", "solver", "slide", *DRAFTING)  # what tells settings apart
@@ -361,7 +361,7 @@ def loss_cells(line: Mapping[str, Any]) -> tuple[str, str, str]:
     """Score, points of it lost and at most lost, of a finalist that may be of an old record."""
     most = f"{100 * line['drop_bounds'][1]:.1f}"
     lost = "0, exact" if line.get("lossless") else most
-    return f"{line['score']:.1%}", f"{100 * line['drop']:.1f}", lost
+    return percent(line["score"]), f"{100 * line['drop']:.1f}", lost
 
 
 def proven(line: Mapping[str, Any]) -> str:

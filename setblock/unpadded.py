@@ -63,11 +63,11 @@ _under_way = _UnderWay()
 @contextmanager
 def in_line(line: Line) -> Iterator[None]:
     """Within, a network's forward is of this line, and attention has to part it into rows."""
-    _under_way.line = line
+    before, _under_way.line = _under_way.line, line
     try:
         yield
     finally:
-        _under_way.line = None
+        _under_way.line = before
 
 
 def under_way() -> Line | None:

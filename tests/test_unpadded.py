@@ -90,6 +90,10 @@ def test_a_line_is_under_way_until_an_error() -> None:
     assert under_way() is None
     with suppress(RuntimeError), in_line(line):
         assert under_way() is line
+        other_line = line_of(decoding_layout(torch.arange(3).repeat(2, 1), START[:2], END[1:]))
+        with in_line(other_line or line):
+            assert under_way() is not None
+        assert under_way() is line, "the one before is under way again"
         with ThreadPoolExecutor(1) as other:
             assert other.submit(under_way).result() is None, "another thread's forwards are others"
         raise RuntimeError

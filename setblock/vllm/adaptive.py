@@ -2,8 +2,8 @@
 
 A forward of many requests is bound by arithmetic, and drafts that cost nothing to one request cost
 throughput to all. `Widths` watches how many tokens a second come out at each width and load, keeps
-to the best, and tries its neighbours so rarely that all trials together lose at most TRIALS of the
-time. `scheduler` asks it at every step.
+to the best, or to a wider one about as good, and tries its neighbours so rarely that all trials
+together lose little more than TRIALS of the time. `scheduler` asks it at every step.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STEPS = 16  # of a window, over which a width is judged; a quarter is enough for a hopeless one
-NEAR = 2  # widths on either side of the best that are tried: those beyond are worse than these
+NEAR = 2  # widths on either side of the best that are tried, and single tokens, which draft nothing
 SETTLE = 4  # steps behind a change of width that are not judged: blocks begin without any token
 TRIALS = 0.02  # of the time, at most, that trials of worse widths may lose
 MEMORY = 0.9  # weight of the windows before, at each new one
@@ -40,7 +40,7 @@ class Yield:
     @property
     def rate(self) -> float:
         """Tokens a second."""
-        return self.tokens / self.seconds
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -56,35 +56,40 @@ class Load:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    spent: float = 0.0  # seconds, the steps that settle included
+    longest: tuple[float, int] = (0.0, 0)  # seconds and tokens of the window's longest step
 
     def note(self, tokens: int, seconds: float, now: float) -> None:
         """A step at this width."""
         assert self.width is not None
         self.steps += 1
-        self.spent += seconds
         if self.steps <= 0:
             return
         self.tokens += tokens
         self.seconds += seconds
+        self.longest = max(self.longest, (seconds, tokens))
         best = max((one.rate for one in self.yields.values() if one.seconds), default=0.0)
-        hopeless = self.steps >= STEPS // 4 and self.tokens < best * self.seconds / 2
+        # Of a block that takes many forwards nothing has come out yet.
+        hopeless = self.steps >= STEPS // 4 and 0 < self.tokens < best * self.seconds / 2
         if self.steps < STEPS and not hopeless:
             return
-        found = self.yields[self.width]
-        found.tokens = MEMORY * found.tokens + self.tokens
-        found.seconds = MEMORY * found.seconds + self.seconds
+        if self.longest[0] > self.seconds / 2:  # something else made it so slow
+            self.seconds -= self.longest[0]
+            self.tokens -= self.longest[1]
+        found, fade = self.yields[self.width], MEMORY ** (self.steps / STEPS)
+        found.tokens = fade * found.tokens + self.tokens
+        found.seconds = fade * found.seconds + self.seconds
         best = max(best, found.rate)
         # A width about as good as the best one is not tried all the time either.
-        lost = self.spent * max(1 - found.rate / best, 0.1) if best else 0.0
+        spent = self.seconds * (1 + SETTLE / self.steps)
+        lost = spent * max(1 - found.rate / best, 0.1) if best else 0.0
         found.due = now + lost * (len(self.yields) - 1) / TRIALS
-        self.steps, self.tokens, self.seconds, self.spent = 0, 0, 0.0, 0.0
+        self.steps, self.tokens, self.seconds, self.longest = 0, 0, 0.0, (0.0, 0)
 
     def choose(self, now: float) -> Width:
         """The width of the next step: in a window's first one the best, or one to try."""
         if self.steps == 0:
             width = self._best(now)
-            if self.width not in (None, width):
+            if width != self.width:
                 self.steps = -SETTLE
             self.width = width
         assert self.width is not None
@@ -96,8 +101,8 @@ class Load:
             return best
         widths = sorted(self.yields)
         place = widths.index(best)
-        near = [*widths[max(place - NEAR, 0) : place], *widths[place + 1 : place + 1 + NEAR]]
-        due = [width for width in reversed(near) if self.yields[width].due <= now]
+        near = {widths[0], *widths[max(place - NEAR, 0) : place + 1 + NEAR]} - {best}
+        due = [width for width in sorted(near, reverse=True) if self.yields[width].due <= now]
         return min(due, key=lambda width: self.yields[width].due, default=best)
 
     def best(self) -> Width:
