@@ -1,6 +1,7 @@
 """Kernels of one layer for every layer like it, torch.compile itself left out."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_layers_that_differ_get_kernels_of_their_own(checkpoint, compiled):
     assert kernels._structure(first) != kernels._structure(second)
     kernels.layered(network, print)
     assert len({id(run.__code__) for run in compiled}) == len(compiled) == 2
+
+
+class Asking:
+    def limit(self) -> int:
+        return torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_thread_that_runs_them_knows_their_limit():
+    """torch.compile's configuration is each thread's own, and a server decodes in another."""
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(kernels.compiled(Asking().limit)).result() == kernels.MOST_KINDS
 
 
 def test_they_run_where_they_are_switched_on(checkpoint, compiled, seen):
