@@ -51,19 +51,15 @@ def line_of(layout: Layout) -> Line | None:
     return Line(*map(torch.from_numpy, (real, places, tokens)))
 
 
-class _UnderWay(threading.local):
-    """What the thread's forward is of; torch.compile can look at it, unlike a context variable."""
-
-    line: Line | None = None
-
-
-_under_way = _UnderWay()
+# What the thread's forward is of. torch.compile can look at it, unlike a context variable, and in a
+# class of its own would not see that it is the thread's.
+_under_way = threading.local()
 
 
 @contextmanager
 def in_line(line: Line) -> Iterator[None]:
     """Within, a network's forward is of this line, and attention has to part it into rows."""
-    before, _under_way.line = _under_way.line, line
+    before, _under_way.line = under_way(), line
     try:
         yield
     finally:
@@ -72,4 +68,4 @@ def in_line(line: Line) -> Iterator[None]:
 
 def under_way() -> Line | None:
     """The line that the network's forward under way is of; None for one of rows."""
-    return _under_way.line
+    return getattr(_under_way, "line", None)
