@@ -112,6 +112,7 @@ class Hearing:
         """The ids of the conversation. Raises: Refused."""
         encoded = self.template(conversation, **given)
         prompt = str(self.model.tokenizer.decode(encoded["input_ids"][0].tolist()))
+        self.prompt = prompt
         if not self.spec.start_anchor_re.search(prompt):
             raise Refused(
                 "tools",
@@ -136,6 +137,12 @@ class Hearing:
             grammar = grammar_of_calls(self.model, self.forced, asked, answered, reads)
             self.form = {"grammar": grammar}
         return encoded
+
+    def another(self) -> "Hearing":
+        """What another answer to the same request goes by."""
+        other = copy.copy(self)
+        other.parts, other.listener = [], self._listening(self.prompt)
+        return other
 
     def _listening(self, prompt: str) -> "Listener":
         return Listener(ResponseParser(self.spec, prompt, tools=self.tools))

@@ -26,6 +26,7 @@ from setblock.running import Answer, Running
 from setblock.settings import Settings
 
 logger = logging.getLogger(__name__)
+told_answers = logging.getLogger("setblock.answers")  # a line about each, without its text
 
 MOST_ANSWERS = 8  # under way at a time
 
@@ -343,6 +344,12 @@ class Engine(GenerateManager):
             told["solver"] = str(settings.solver)
         if settings.sampler.temperature:
             told["seed"] = settings.sampler.seed
+        told_answers.info(
+            "mode %s: tokens %d, forwards %d, seconds %.2f; "
+            "prompt: tokens %d, cached %d, seconds %.2f",
+            *(settings.mode, generation.num_tokens, generation.nfe, told["decode_s"]),
+            *(generation.prompt_tokens, generation.cached_tokens, told["prefill_s"]),
+        )
         if asked.return_token_ids:
             told["token_ids"] = list(generation.token_ids)
         self.done[request_id] = told
@@ -373,7 +380,7 @@ def _refusal(error: Exception, asked: Asked) -> Refused:
     elif field == "grammar" and "tools" in asked.fields:  # which nobody wrote
         field, why = "tool_choice", why.partition(" 1 | start: ")[0]
     code = TOO_LONG if isinstance(error, TooLong) else None
-    if field not in asked.fields:
+    if field != asked.prompt and field not in asked.fields:
         field, why = None, message
     return Refused(field, why, code=code)
 
@@ -384,7 +391,9 @@ def _fail(job: Job, error: BaseException) -> None:
     # A form of the answer that turns out to be too much on the way is the request's.
     if isinstance(error, ValueError) and (refused := _refusal(error, job.asked)).field in FORMS:
         told = refused
-    if not isinstance(told, Refused):
+    if isinstance(told, Refused):
+        told_answers.info("no answer: %s", told)
+    else:
         logger.error("an answer failed", exc_info=error)
     told.__context__ = told.__cause__ = told.__traceback__ = None  # these would hold its batch
     job.fail(told)

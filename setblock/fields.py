@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "a text": (str,),
     "true or false": (bool,),
     "a text or a list of texts": (str, list),
+    "a text or a list": (str, list),
     "an object": (dict,),
     "a text or an object": (str, dict),
     "a list of messages": (list,),
@@ -63,7 +64,7 @@ ELSEWHERE = {
 LARGEST = 2**63  # integers are below it, as seeds are
 # What may still become a stop text is looked for at every length of every one of them.
 MOST_STOPS, LONGEST_STOP = 16, 1_000
-MOST_CHOICES = 64  # answers to one request
+MOST_CHOICES = 64  # answers to one prompt
 
 NO_SUCH_MODEL, TOO_LONG = "model_not_found", "context_length_exceeded"  # the protocol's words
 
@@ -91,9 +92,10 @@ class Asked:
     """What one request asks for, and the names of its fields. The handlers read max_new_tokens once
     an answer is there: an answer as long as that ended for its length.
 
-    choices: answers to it. row: of the sampling noise of this one. usage: whether a stream says it,
-    in a chunk of its own; None: in the last one of the answer.
-    settled: what the engine has made of it, for all of them, or its refusal.
+    choices: answers to each prompt. row: of the sampling noise of this one. place: of its prompt
+    among several, such as [2]. usage: whether a stream says it, in a chunk of its own; None: in the
+    last one of the answer.
+    settled: what the engine has made of it, for all answers to a prompt, or its refusal.
     """
 
     options: dict[str, Any]
@@ -102,6 +104,7 @@ class Asked:
     fields: frozenset[str]
     choices: int = 1
     row: int = 0
+    place: str = ""
     usage: bool | None = None
     settled: list[Any] = field(default_factory=list)
     max_new_tokens: int | None = None
@@ -109,8 +112,8 @@ class Asked:
 
     @property
     def prompt(self) -> str:
-        """The field with the prompt."""
-        return "prompt" if "prompt" in self.fields else "messages"
+        """The field with the prompt, and its place there."""
+        return f"prompt{self.place}" if "prompt" in self.fields else "messages"
 
     @property
     def limited_by(self) -> str:
@@ -138,9 +141,6 @@ def check(body: dict[str, Any], own: dict[str, str]) -> None:
     _check_stream_options(body)
     if not 1 <= (choices := body.get("n", 1)) <= MOST_CHOICES:
         raise Refused("n", f"must be in 1..{MOST_CHOICES}, got {shown(choices)}")
-    for name in ("stream", "tools") if choices > 1 else ():
-        if body.get(name):
-            raise Refused("n", f"must be 1 with {name}, got {choices}")
 
 
 def json_schema_of(form: dict[str, Any]) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 
 from setblock.calls import Hearing, templated
+from setblock.choices import Prompts, as_events, interleaved, prompts_of, together
 from setblock.engine import MOST_ANSWERS, Engine, Failed, State, why
 from setblock.fields import (
     NO_SUCH_MODEL,
@@ -57,6 +58,7 @@ from setblock.settings import MOST_LOGPROBS
 logger = logging.getLogger(__name__)
 
 TEXT = {"type": "text"}  # the format of an answer, unless a request says another
+PROCESSOR, INPUTS, ASKED = 1, 3, 4  # among what handlers pass on to their own methods
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 
 
@@ -137,23 +139,28 @@ class Answers:
         return Asked(options, limit, told_ids, fields, count, usage=usage, left=GONE.get())
 
     def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
-        response = super()._streaming(request_id, *args, **given)  # type: ignore[misc]
-        [asked] = (one for one in (*args, *given.values()) if isinstance(one, Asked))
+        answers, asked = _each(request_id, args), args[ASKED]
+        one, streams = super()._streaming, []  # type: ignore[misc]
 
         def leave() -> None:
             asked.left.set()
-            self.generation_state.engine.done.pop(request_id, None)
+            for id, _ in answers:
+                self.generation_state.engine.done.pop(id, None)
 
-        return Events(_then_done(response.body_iterator), leave)
+        try:
+            for id, own in answers:
+                streams.append(one(id, *own, **given).body_iterator)
+        except Exception:
+            leave()  # those before it are of no use
+            raise
+        if len(answers) == 1:
+            return Events(_then_done(streams[0]), leave)
+        merged = interleaved(request_id, streams, asked.choices, asked.usage)
+        return Events(_then_done(merged), leave)
 
     async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
-        [asked] = (one for one in args if isinstance(one, Asked))
-        if asked.choices == 1:
-            return JSONResponse(await self._one(request_id, *args, **given))
-        tasks = []
-        for row in range(asked.choices):
-            own = (replace(one, row=row) if one is asked else one for one in args)
-            tasks.append(asyncio.ensure_future(self._one(f"{request_id}-{row}", *own, **given)))
+        answers, asked = _each(request_id, args), args[ASKED]
+        tasks = [asyncio.ensure_future(self._one(id, *own, **given)) for id, own in answers]
         try:
             bodies = await asyncio.gather(*tasks)
         except Exception:
@@ -161,7 +168,9 @@ class Answers:
             for task in tasks:
                 task.cancel()
             raise
-        return JSONResponse(_several(request_id, bodies))
+        if len(bodies) > 1:
+            return JSONResponse(together(request_id, bodies, asked.choices))
+        return JSONResponse(bodies[0])
 
     async def _one(self, request_id: str, *args: Any, **given: Any) -> dict[str, Any]:
         """The body of a response with one answer."""
@@ -175,12 +184,12 @@ class Answers:
 
     def _build_chunk_sse(self, request_id: str = "", *args: Any, **given: Any) -> str:
         if isinstance(piece := given.get("content", given.get("text")), Failed):
-            return f"data: {json.dumps(_body(piece.refused or piece))}\n\n"
+            return as_events([_body(piece.refused or piece)])
         line = super()._build_chunk_sse(request_id, *args, **given)  # type: ignore[misc]
         if isinstance(piece, Piece):
             chunk = json.loads(line.removeprefix("data: "))
             chunk["choices"][0]["logprobs"] = self.told_of(piece.tokens)
-            return f"data: {json.dumps(chunk)}\n\n"
+            return as_events([chunk])
         told = self.generation_state.engine.done.get(request_id)
         if given.get("usage") is None or told is None:
             return line
@@ -188,11 +197,10 @@ class Answers:
         apart = told.pop("apart")
         chunk = _telling(json.loads(line.removeprefix("data: ")), told)
         if apart is None:
-            return f"data: {json.dumps(chunk)}\n\n"
+            return as_events([chunk])
         usage = {"choices": [], "usage": chunk.pop("usage")}
         own = {name: one for name, one in chunk.items() if name != "setblock"}
-        chunks = [chunk, own | usage] if apart else [chunk]
-        return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks)
+        return as_events([chunk, own | usage] if apart else [chunk])
 
 
 class Chat(Answers, ChatCompletionHandler):
@@ -297,16 +305,20 @@ class Chat(Answers, ChatCompletionHandler):
 class Completions(Answers, CompletionHandler):
     """/v1/completions."""
 
-    fields: ClassVar = {"prompt": "a text", "logprobs": "an integer"}
+    fields: ClassVar = {"prompt": "a text or a list", "logprobs": "an integer"}
 
     def check(self, body: dict[str, Any]) -> None:
         if "prompt" not in body:
-            raise Refused("prompt", "must be a text, and is missing")
+            raise Refused("prompt", "must be a text or a list of them, and is missing")
+        body["prompt"] = prompts_of(body["prompt"], self.model_manager.model.vocab_size)
         if "max_completion_tokens" in body:
             raise Refused("max_completion_tokens", "is not supported, only max_tokens")
 
     def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
-        return {"prompt": [body["prompt"]]}
+        if not isinstance(prompt := body["prompt"], Prompts):
+            return {"prompt": [prompt]}
+        texts = [one if isinstance(one, str) else "" for one in prompt.each]
+        return {f"prompt[{index}]": [text] for index, text in enumerate(texts)}
 
     def logprobs(self, body: dict[str, Any]) -> int | None:
         return body.get("logprobs")
@@ -439,16 +451,23 @@ def _telling(body: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     return {**body, "usage": {**body["usage"], **cached}, "setblock": told}
 
 
-def _several(request_id: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """One response of several answers to a request, each with what the engine tells of it."""
-    choices = []
-    for index, body in enumerate(bodies):
-        [choice] = body["choices"]
-        choices.append({**choice, "index": index, "setblock": body.pop("setblock")})
-    usage = bodies[0]["usage"]
-    said = sum(body["usage"]["completion_tokens"] for body in bodies)
-    usage |= {"completion_tokens": said, "total_tokens": usage["prompt_tokens"] + said}
-    return {**bodies[0], "id": request_id, "choices": choices, "usage": usage}
+def _each(request_id: str, args: Sequence[Any]) -> list[tuple[str, list[Any]]]:
+    """(id, arguments of a handler) of each answer to a request."""
+    prompts, asked = args[INPUTS]["input_ids"], args[ASKED]
+    prompts = prompts if isinstance(prompts, list) else [prompts]
+    several = len(prompts) * asked.choices > 1
+    usage = None if several else asked.usage  # of several it is put together
+    found = []
+    for number, ids in enumerate(prompts):
+        place = f"[{number}]" if len(prompts) > 1 else ""
+        of_prompt = replace(asked, settled=[], place=place, usage=usage)
+        for _ in range(asked.choices):
+            row, own = len(found), list(args)
+            own[PROCESSOR] = args[PROCESSOR].another()
+            own[INPUTS] = transformers.BatchEncoding({"input_ids": ids})
+            own[ASKED] = replace(of_prompt, row=row)
+            found.append((f"{request_id}-{row}" if several else request_id, own))
+    return found
 
 
 def _body(told: Any, status: int = 500) -> dict[str, Any]:

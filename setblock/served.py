@@ -11,6 +11,7 @@ import transformers
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from setblock.choices import Prompts
 from setblock.conversations import prepared, refusal
 from setblock.fields import TOO_LONG, Refused
 from setblock.logprobs import Told
@@ -91,7 +92,8 @@ class Served:
         if text == plain:
             raise Refused("tools", "are left out by the model's chat template")
         self.check_length("messages", len(text))
-        return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return transformers.BatchEncoding({"input_ids": torch.tensor([list(ids)])})
 
     def rendered(self, conversation: list[dict[str, Any]], more: bool, **given: Any) -> str:
         """The text of a conversation as it is, with the model's cue if there is more to come."""
@@ -110,11 +112,21 @@ class Served:
         return str(self.model.tokenizer.apply_chat_template(turns, **words))
 
     def __call__(self, text: str, **_: Any) -> transformers.BatchEncoding:
-        """The ids of a plain prompt."""
-        try:
-            return self._encoded(self.model.encode(text))
-        except ValueError as error:
-            raise Refused("prompt", f"is refused: {error}") from None
+        """The ids of a plain prompt; of Prompts a list of theirs."""
+        found: Any
+        if isinstance(text, Prompts):
+            found = [self._ids(f"prompt[{n}]", one) for n, one in enumerate(text.each)]
+        else:
+            found = self._ids("prompt", text)
+        return transformers.BatchEncoding({"input_ids": found})
 
-    def _encoded(self, ids: Any) -> transformers.BatchEncoding:
-        return transformers.BatchEncoding({"input_ids": torch.tensor([list(ids)])})
+    def _ids(self, field: str, prompt: str | list[int]) -> torch.Tensor:
+        try:
+            ids = self.model.encode(prompt) if isinstance(prompt, str) else prompt
+        except ValueError as error:
+            raise Refused(field, f"is refused: {error}") from None
+        return torch.tensor([list(ids)])
+
+    def another(self) -> "Served":
+        """What another answer to the same request goes by."""
+        return self

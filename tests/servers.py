@@ -50,7 +50,7 @@ def chat(client, question: str, **more: Any) -> Any:
     )
 
 
-def complete(client, prompt: str, **more: Any) -> Any:
+def complete(client, prompt: Any, **more: Any) -> Any:
     body = {"return_token_ids": True, **more.pop("extra_body", {})}
     return client.completions.create(model="nano", prompt=prompt, extra_body=body, **more)
 

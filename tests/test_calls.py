@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from servers import refused
-from speakers import ASKED, KOELN, PARIS, PLACE, TOOLS, call
+from speakers import ASKED, KOELN, PARIS, PLACE, TOOLS, call, parts
 
 from setblock.calls import Hearing
 
@@ -75,6 +75,27 @@ def test_calls_of_an_answer(speaker, said, text, thoughts, calls):
     answer = speaker.asked(**mode)
     tokens = speaker.model.tokenizer.encode(said, add_special_tokens=False)
     assert answer.usage.completion_tokens == len(tokens) + 1, "and its end"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_of_several_answers(speaker, choice):
+    """Each has its own, by ids that no other call has."""
+    mode = {"mode": "ntp", "n": 3, "tool_choice": choice}
+    speaker.say(f"<think>Hm.</think>See.\n{K}" if choice == "auto" else K.replace("\n", ""))
+    choices = speaker.asked(**mode).choices
+    found = [call for choice in choices for call in choice.message.tool_calls]
+    assert [one.function.name for one in found] == ["weather"] * 3
+    assert [json.loads(one.function.arguments) for one in found] == [KOELN["arguments"]] * 3
+    assert len({one.id for one in found}) == 3
+    texts = {(one.message.content, one.finish_reason, one.index) for one in choices}
+    text = "See." if choice == "auto" else ""
+    assert texts == {(text, "tool_calls", index) for index in range(3)}
+    chunks = list(speaker.asked(**mode, stream=True))
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        thoughts = "Hm." if choice == "auto" else ""
+        calls = [("weather", KOELN["arguments"])]
+        assert parts(own) == (text, thoughts, calls, "tool_calls")
 
 
 def test_what_the_tools_gave_goes_to_the_model(speaker):

@@ -60,7 +60,7 @@ LEVELS = (
     ),
     ("architectures", "mask_token", "gated", "batches", "head", "plan", "kernels", "settings"),
     ("graphs", "fields"),
-    ("model", "totals", "timelimit", "order"),
+    ("model", "totals", "timelimit", "order", "choices"),
     ("trial", "grammar"),
     ("loading", "state", "results", "pieces", "views", "forced"),
     ("decode", "verified", "likelihood", "train", "calls", "prompt_cache", "logprobs"),

@@ -1,8 +1,10 @@
-"""Several answers to one request."""
+"""Several answers to one request: to each of its prompts, and several to each."""
 
+import json
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from servers import QUESTIONS, chat, client_of, complete, refused, serving
@@ -43,6 +45,124 @@ def test_of_a_plain_prompt(client, nano):
     one = complete(client, QUESTIONS[1], **{**how, "n": 1})
     assert len(one.choices) == 1
     assert one.setblock["forwards"]
+
+
+SEVERAL: Any = ["What is 47 + 85?", "What is 12 + 9?", "Calculate 6 x 7."]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_of_several_prompts(client, nano, as_ids, choices):
+    """In their order, as of `generate`, and each prompt counts once."""
+    how: Any = {"temperature": 3.0, "seed": 5}
+    rows = [prompt for prompt in SEVERAL for _ in range(choices)]
+    expected = generate(nano, rows, max_new_tokens=20, mode="ntp", **how)
+    prompts = [nano.encode(prompt) for prompt in SEVERAL] if as_ids else SEVERAL
+    given = {**how, "max_tokens": 20, "extra_body": {"mode": "ntp"}}
+    answer = complete(client, prompts, n=choices, **given)
+    assert [choice.index for choice in answer.choices] == list(range(len(rows)))
+    for choice, one in zip(answer.choices, expected, strict=True):
+        assert choice.text == one.text
+        assert choice.setblock["token_ids"] == list(one.token_ids)
+    assert len({choice.text for choice in answer.choices}) == len(rows)
+    prompted = sum(one.prompt_tokens for one in expected) // choices
+    said = sum(one.num_tokens for one in expected)
+    told = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+    assert told == (prompted, said, prompted + said)
+    assert answer.usage.prompt_tokens_details.cached_tokens <= prompted
+
+
+@pytest.mark.parametrize("single", ["ids", "list of a text", "list of ids"])
+def test_of_one_prompt_in_other_words(client, nano, single):
+    """The answer is that of the text, `setblock` and all."""
+    ids = nano.encode(SEVERAL[0])
+    prompt = {"ids": ids, "list of a text": [SEVERAL[0]], "list of ids": [ids]}[single]
+    answer, plain = (complete(client, one, max_tokens=20) for one in (prompt, SEVERAL[0]))
+    assert answer.choices[0].text == plain.choices[0].text
+    assert answer.setblock["token_ids"] == plain.setblock["token_ids"]
+
+
+@pytest.mark.parametrize("usage", [True, False, None])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_in_a_stream(address, path, usage, logprobs):
+    """All of a whole response is in it, each choice's own under its index."""
+    how: Any = {"n": 2, "temperature": 2.0, "seed": 3, "max_tokens": 20, "return_token_ids": True}
+    of_chat = path.startswith("chat")
+    asked = {"messages": [{"role": "user", "content": SEVERAL[0]}]} if of_chat else {}
+    body = {**how, **(asked or {"prompt": SEVERAL})}
+    if logprobs:
+        body["logprobs"] = True if of_chat else 1
+    whole = httpx.post(f"{address}/v1/{path}", json=body, timeout=60).json()
+    options = {} if usage is None else {"stream_options": {"include_usage": usage}}
+    streamed = {**body, **options, "stream": True}
+    lines = httpx.post(f"{address}/v1/{path}", json=streamed, timeout=60).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    told = [chunk.get("usage") for chunk in chunks if chunk.get("usage")]
+    if usage is False:
+        assert told == []
+    else:
+        counted = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+        assert [{name: one[name] for name in counted} for one in told] == [counted]
+        assert chunks[-1]["usage"]
+    if usage:
+        assert chunks.pop()["choices"] == []
+    assert "setblock" not in chunks[-1]
+    order = []
+    for choice in whole["choices"]:
+        own = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == choice["index"]]
+        order += [n for n, one in enumerate(chunks) if one["choices"][0] in own]
+        pieces = [(one["delta"].get("content") if of_chat else one["text"]) or "" for one in own]
+        assert "".join(pieces) == (choice["message"]["content"] if of_chat else choice["text"])
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert own[-1]["setblock"]["token_ids"] == choice["setblock"]["token_ids"]
+        assert not any("setblock" in one for one in own[:-1])
+        if logprobs:
+            place = "content" if of_chat else "token_logprobs"
+            parts = [one["logprobs"][place] for one in own if one.get("logprobs")]
+            assert sum(map(len, parts)) == len(choice["logprobs"][place])
+    assert len(whole["choices"]) == (2 if of_chat else 6)
+    assert len(order) == len(chunks)
+    assert order != sorted(order), "one after the other"
+
+
+def test_a_stream_of_which_one_fails_ends(nano, monkeypatch):
+    """With an error, and then nothing."""
+    finish = running._finish
+
+    def broken(state: Any, slot: int, answer: Any, *given: Any) -> Any:
+        if answer.noise == 1:
+            raise RuntimeError("no text")
+        return finish(state, slot, answer, *given)
+
+    monkeypatch.setattr(running, "_finish", broken)
+    app = build(nano, "nano")
+    body = {"prompt": SEVERAL, "max_tokens": 9, "stream": True, "mode": "ntp"}
+    with serving(app) as address, client_of(address) as client:
+        said = httpx.post(f"{address}/v1/completions", json=body, timeout=60).text.split("\n\n")
+        assert json.loads(said[-3].removeprefix("data: "))["error"]["message"] == "no text"
+        assert said[-2:] == ["data: [DONE]", ""]
+        assert complete(client, "2 + 2", max_tokens=9).choices[0].text
+    route: Any = app.router.routes[0]
+    engine = route.endpoint.__closure__[0].cell_contents.generation_state.engine
+    assert engine.done == {}
+
+
+def test_prompts_that_can_not_be_encoded_are_named(address, nano, monkeypatch):
+    encode = nano.encode
+
+    def broken(text: str) -> Any:
+        if text == "b":
+            raise ValueError("not this one")
+        return encode(text)
+
+    monkeypatch.setattr(nano, "encode", broken)
+    error = refused(address, {"prompt": ["a", "b"]}, "completions")
+    assert (error["message"], error["param"]) == ("prompt[1] is refused: not this one", "prompt[1]")
+    error = refused(address, {"prompt": "b"}, "completions")
+    assert (error["message"], error["param"]) == ("prompt is refused: not this one", "prompt")
 
 
 def test_a_form_is_compiled_once_for_all(client, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -131,10 +132,12 @@ def test_what_the_load_example_can_not_ask(tmp_path, words, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_command_serves_until_it_is_told_to_stop(trained):
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_command_serves_until_it_is_told_to_stop(trained, quiet):
+    """And tells of each request and answer, unless told not to; but not what they say."""
     words = ["--host", "127.0.0.1", "--port", "0", "--mode", "sbd", "--solver", "fixed:2"]
     words += ["--block-size", "4", "--dtype", "float32", "--device", "cpu", "--pack", "off"]
-    words += ["--json"]
+    words += ["--json", *(["--quiet"] if quiet else [])]
     program = [str(Path(sys.executable).with_name("setblock")), "serve", str(trained), *words]
     process = subprocess.Popen(
         program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, restore_signals=True,
@@ -158,7 +161,16 @@ def test_the_command_serves_until_it_is_told_to_stop(trained):
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out) == (130, "")
+    found = [re.sub(r"^[-\d]+ [:,\d]+ ", "", line) for line in err.splitlines()]
+    if quiet:
+        assert found == []
+        return
+    answered, access = sorted(found, key=lambda line: "HTTP" in line)
+    numbers = f"tokens {len(expected.token_ids)}, forwards {expected.nfe}, seconds "
+    assert answered.startswith(f"INFO:     mode sbd: {numbers}")
+    assert f"; prompt: tokens {expected.prompt_tokens}, cached 0, seconds " in answered
+    assert re.fullmatch(r'INFO: +127.0.0.1:\d+ - "POST /v1/completions HTTP/1.1" 200 OK', access)
 
 
 def test_a_compiled_model_is_warmed_up_before_it_answers(run, trained, monkeypatch):
@@ -333,6 +345,7 @@ def test_a_signal_ends_the_answers_under_way(number):
         (["--", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is for engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--device is for engine transformers"),
         (["--engine", "vllm", "--json"], "--json is for engine transformers"),
+        (["--engine", "vllm", "--quiet"], "--quiet is for engine transformers"),
         (
             ["--engine", "vllm", "--prompt-cache", "0"],
             "--prompt-cache is for engine transformers",

@@ -96,14 +96,35 @@ def test_what_is_not_supported_is_named(address, fields, message, stream):
         assert error["param"].split(".")[0] in named or len(field) > 100
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    "fields", [{"stream": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}]
+    ("prompt", "message"),
+    [
+        ([], "prompt must be a text, a list of texts, a list of token ids or a list of such lists"),
+        ([1.5], "prompt must be of token ids in 0..1023, got 1.5"),
+        ([True], "prompt must be of token ids in 0..1023, got True"),
+        ([5, 1024], "prompt must be of token ids in 0..1023, got 1024"),
+        ([5, -1], "prompt must be of token ids in 0..1023, got -1"),
+        ([10**400], "prompt must be of token ids in 0..1023, got 10000"),
+        ([5, [5]], "prompt must be of token ids in 0..1023, got [5]"),
+        ([None], "prompt must be of token ids in 0..1023, got None"),
+        ([{"a": 1}], "prompt must be of token ids in 0..1023, got {'a': 1}"),
+        ([[5], [6, "a"]], "prompt[1] must be of token ids in 0..1023, got 'a'"),
+        (["a", [5]], "prompt[1] must be a text like those before it, got [5]"),
+        ([[5], "a"], "prompt[1] must be a list of token ids like those before it, got 'a'"),
+        (["a"] * 257, "prompt may be 256 prompts at most, got 257"),
+        (["a", "\ud800"], r"prompt must be Unicode text, got the lone surrogate '\ud800'"),
+        ([[5], []], "prompt[1] is empty"),
+        (["2 + 2", "a" * 10**6], "prompt[1] must fit into the model's context of 1024 tokens"),
+        ([[5], [5] * 1024], "prompt[1] has 1024 tokens"),
+        (["2 + 2", "1 2 " * 600], "prompt[1] "),
+    ],
 )
-def test_several_answers_are_neither_streamed_nor_calls(address, fields):
-    turn = {"messages": [{"role": "user", "content": "hi"}], "n": 2, **fields}
-    error = refused(address, turn, "chat/completions")
-    [name] = fields
-    assert (error["message"], error["param"]) == (f"n must be 1 with {name}, got 2", "n")
+def test_prompts_that_are_none(address, prompt, message, stream):
+    error = refused(address, {"prompt": prompt, "stream": stream, "max_tokens": 4})
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(" ", 1)[0]
+    assert "prompt 0" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +211,8 @@ def test_a_prompt_that_leaves_no_room(address, nano):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("completions", {"prompt": ["a"]}, "prompt must be a text, got ['a']"),
-        ("completions", {}, "prompt must be a text, and is missing"),
+        ("completions", {"prompt": 5}, "prompt must be a text or a list, got 5"),
+        ("completions", {}, "prompt must be a text or a list of them, and is missing"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         ("completions", {"messages": []}, "messages is for /v1/chat/completions"),
         ("chat/completions", {"prompt": "a"}, "prompt is for /v1/completions"),

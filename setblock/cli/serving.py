@@ -1,5 +1,6 @@
 """Commands for other tools: export, serve."""
 
+import copy
 import os
 import socket
 from collections.abc import Iterator
@@ -168,6 +169,14 @@ def serve(
             show_default="fused",
         ),
     ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            help="Engine transformers: no lines on standard error about requests and answers "
+            "(they hold no texts).",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint: /v1/chat/completions and /v1/completions.
@@ -185,7 +194,7 @@ def serve(
             from setblock.vllm.command import command
 
         ours = {"--device": device, "--json": as_json, "--pack": pack}
-        ours["--compile"] = compile is not Compile.off
+        ours |= {"--compile": compile is not Compile.off, "--quiet": quiet}
         ours["--prompt-cache"] = prompt_cache is not None
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
@@ -255,8 +264,26 @@ def serve(
         else:
             out.print(f"{model_name} answers at {address} until Ctrl-C")
         # A client that never sends the rest of its request does not keep the server from ending.
-        settings = uvicorn.Config(application, log_level="warning", timeout_graceful_shutdown=5)
+        settings = uvicorn.Config(
+            application, log_config=_logging(quiet), timeout_graceful_shutdown=5
+        )
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _logging(quiet: bool) -> dict[str, Any]:
+    """What is told of requests, by uvicorn, and of answers, by the engine; and of errors anyway."""
+    from uvicorn.config import LOGGING_CONFIG
+
+    told = copy.deepcopy(LOGGING_CONFIG)
+    for form in told["formatters"].values():
+        form["fmt"] = f"%(asctime)s {form['fmt']}"
+    told["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    level = "WARNING" if quiet else "INFO"
+    answers = {"handlers": ["default"], "level": level, "propagate": False}
+    told["loggers"] |= {"setblock.answers": answers}
+    told["loggers"]["uvicorn.access"]["level"] = level
+    told["loggers"]["uvicorn.error"]["level"] = "WARNING"  # not of the server's own start
+    return told
 
 
 @contextmanager
