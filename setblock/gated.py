@@ -6,10 +6,11 @@ Addition     what an adapter adds to one linear layer, vLLM's included
 share()      layers that read the same tokens have their first products in common
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,15 @@ class Gate:
 
     None: none of them. With more than one row, all tokens are told of.
     whole: each token told of is noisy, known of a single row alone.
+    lock: held by the thread whose forward it is.
     """
 
     noisy: torch.Tensor | None = None
     whole: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __reduce__(self) -> tuple[type["Gate"], tuple]:
+        return Gate, ()  # a copy's own: between forwards there is nothing else to copy
 
 
 class Down(torch.nn.Module):
@@ -194,7 +200,7 @@ def noisy_part(layout: Layout) -> tuple[int | None, bool]:
 @contextmanager
 def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, Any]]:
     """What a forward of these tokens must be told besides, for a gated adapter that `put_on` put
-    on, for one that is trained, or for none.
+    on, for one that is trained, or for none. Threads that decode with the first take turns.
 
     layout: on the host; there: the same on the device.
     """
@@ -202,12 +208,14 @@ def opened(network: Any, layout: Layout, there: Layout) -> Iterator[dict[str, An
     if gate is None:
         yield told(network, there)
         return
-    first, gate.whole = noisy_part(layout)
-    gate.noisy = None if first is None else there.block[:, first:, None] != CLEAN
-    try:
-        yield {}
-    finally:
-        gate.noisy, gate.whole = None, False
+    first, whole = noisy_part(layout)
+    noisy = None if first is None else there.block[:, first:, None] != CLEAN
+    with gate.lock:
+        gate.noisy, gate.whole = noisy, whole
+        try:
+            yield {}
+        finally:
+            gate.noisy, gate.whole = None, False
 
 
 def put_on(

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -351,6 +352,32 @@ def test_one_row_is_told_of_its_noisy_end_alone(checkpoint, tmp_path):
         assert noisy[..., 0].tolist() == [[True, False, True]]
         assert not network.setblock_gate.whole
     assert not network.setblock_gate.whole
+
+
+def test_threads_do_not_open_each_others_gates(checkpoint, tmp_path):
+    """A forward of next tokens that begins in the middle of one of a block waits for its end."""
+    gated_adapter(load(checkpoint("llama-tied")), tmp_path)
+    model = load(tmp_path)
+    tokens, position = torch.arange(5)[None], torch.arange(5)[None]
+    noisy = decoding_layout(position, torch.tensor([2]), torch.tensor([5]))
+    clean = decoding_layout(position, torch.tensor([5]), torch.tensor([5]))
+    expected = [model.forward(tokens, layout) for layout in (noisy, clean)]
+    assert not torch.equal(*expected)
+    found: list[torch.Tensor] = []
+    other = threading.Thread(target=lambda: found.append(model.forward(tokens, clean)))
+
+    def begin_another(*_: Any) -> None:
+        if not other.ident:
+            other.start()
+            other.join(timeout=0.5)  # which it would need without waiting
+
+    layers: Any = model.network.get_submodule("model.layers")
+    layers[1].register_forward_pre_hook(begin_another)
+    assert torch.equal(model.forward(tokens, noisy), expected[0])
+    other.join()
+    assert torch.equal(found[0], expected[1])
+    copied = copy.deepcopy(model.network)
+    assert copied.setblock_gate is not model.network.setblock_gate
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer is part")
