@@ -181,8 +181,10 @@ def _load_whole(
         if config is not whole:
             part = {"config": config, "key_mapping": TEXT_PART}
         tokenizer = AutoTokenizer.from_pretrained(source, **origin)
+        if "gguf_file" in origin:
+            part = {"config": config}  # to read it takes long, each time
         # It lists all weights of pictures, which nobody here wants.
-        with _quiet_transformers(bars=True) if part else nullcontext():
+        with _quiet_transformers(bars=True) if config is not whole else nullcontext():
             network, info = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype,
@@ -213,7 +215,7 @@ def _load_whole(
         raise ModelError(
             f"{name!r} lacks {len(missing)} weights, among them {missing[0]!r}{remedy * tied}"
         )
-    if part:
+    if config is not whole:
         # Else it would be saved under the names of the whole.
         network._weight_conversions = [
             one for one in network._weight_conversions if not {*one.source_patterns} & {*TEXT_PART}

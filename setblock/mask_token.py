@@ -34,6 +34,8 @@ def resolve(
     num_rows = len(rows_of(network.get_input_embeddings()))
     vocabulary = tokenizer.get_vocab()
     free = max(vocabulary.values()) + 1
+    # In a GGUF file rows without a token have names.
+    unnamed = min((id for token, id in vocabulary.items() if token == f"[PAD{id}]"), default=free)
     reserved = [
         token
         for token, companions in NEVER_TRAINED
@@ -51,8 +53,8 @@ def resolve(
         found, source = tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token}"
     elif reserved:
         found, source = vocabulary[reserved[0]], f"the reserved token {reserved[0]}"
-    elif free < num_rows and free not in taken:
-        found, source = free, "the embedding's first row that has no token"
+    elif unnamed < num_rows and unnamed not in taken:
+        found, source = unnamed, "the embedding's first row that has no token"
     else:
         tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
         found, source = tokenizer.mask_token_id, "a new token <|mask|>"

@@ -4,12 +4,16 @@ import pytest
 import torch
 from gguf import GGUFWriter, TokenType
 from networks import embeddings, load, uncached
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from setblock.names import ModelError
 
 
-def write_gguf(path, network, tokenizer, tied: bool) -> None:
-    """Write a Llama network the way llama.cpp's converter does."""
+def write_gguf(path, network, tokenizer, tied: bool, more: tuple[str, ...] = ("ab", "abc")) -> None:
+    """Write a Llama network the way llama.cpp's converter does.
+
+    more: tokens behind the tokenizer's own.
+    """
     config, state = network.config, network.state_dict()
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -25,10 +29,13 @@ def write_gguf(path, network, tokenizer, tied: bool) -> None:
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab", "abc"]
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), *more]
     special = set(tokenizer.all_special_tokens)
     writer.add_token_list(tokens)
     kinds = [TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens]
+    for index, token in enumerate(tokens):
+        if token.startswith("[PAD"):
+            kinds[index] = TokenType.UNUSED
     writer.add_token_types(kinds)
     writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(tokenizer.bos_token_id)
@@ -94,6 +101,20 @@ def test_gguf_round_trip(checkpoint, tmp_path, kind, head_in_file):
     model.tokenizer.save_pretrained(tmp_path / "saved")
     assert load(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
     assert load(path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_row_without_a_token_is_the_masks(checkpoint, tmp_path):
+    """A file has names for such rows, as a folder has not."""
+    folder = checkpoint("llama", free_rows=4)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    first = len(tokenizer) + 2  # behind ab and abc
+    more = ("ab", "abc", f"[PAD{first}]", f"[PAD{first + 1}]")
+    write_gguf(tmp_path / "tiny.gguf", network, tokenizer, tied=False, more=more)
+    model = load(tmp_path / "tiny.gguf")
+    assert model.mask_token_id == first
+    assert model.mask_token_source == "the embedding's first row that has no token"
+    assert model.vocab_size == network.config.vocab_size
 
 
 def test_a_file_that_is_no_gguf(tmp_path):
