@@ -25,6 +25,7 @@ from rich.console import Console
 
 import setblock
 from setblock import records
+from setblock.scores import percent
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -180,8 +181,8 @@ def main(
         }
         record["results"].append({"model": model, "dtype": "float32", **line})
         lines.append(
-            f"| {form} | {mode} | {line['fitting_share']:.0%} | {line['right_age_share']:.0%} "
-            f"| {line['identical_share']:.0%} "
+            f"| {form} | {mode} | {percent(line['fitting_share'])} "
+            f"| {percent(line['right_age_share'])} | {percent(line['identical_share'])} "
             f"| {num_tokens} | {num_tokens / nfe:.2f} | {1000 * forward_s:.0f} |"
         )
     print("\n".join(lines))

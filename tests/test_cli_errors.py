@@ -438,6 +438,7 @@ def test_every_option_is_typed():
 
 
 def test_flags_are_shown_without_a_value(run):
-    for command in ("generate", "serve", "train"):
-        [*lines] = (line for line in run(command, "--help").out.splitlines() if "<bool>" in line)
-        assert all("--help" in line for line in lines)
+    for command in (["generate"], ["serve"], ["train"], []):
+        told = run(*command, "--help").out
+        assert "--help" in told
+        assert "<bool>" not in told

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandInfo
 
 from setblock import imported
@@ -46,14 +46,30 @@ PANELS = {
 panel_of = {name: panel for panel, names in PANELS.items() for name in names}
 
 
-class _Command(TyperCommand):
-    """Whose flags are shown without typer's <bool>, as if a value had to be given."""
+class _Flags:
+    """A command whose flags are shown without typer's <bool>, as if a value had to be given."""
+
+    params: Any
 
     def __init__(self, *words: Any, **given: Any) -> None:
         super().__init__(*words, **given)
         for option in self.params:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """That of --help, which is no parameter."""
+        if (option := super().get_help_option(ctx)) is not None:  # type: ignore[misc]
+            option.metavar = ""
+        return option
+
+
+class _Command(_Flags, TyperCommand):
+    """One of them."""
+
+
+class _Commands(_Flags, TyperGroup):
+    """All of them."""
 
 
 def _name(command: CommandInfo) -> str:
@@ -67,6 +83,7 @@ for command in app.registered_commands:
     paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
     command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
     command.cls = _Command
+app.info.cls = _Commands
 
 
 def _told(error: typer.TyperException) -> str:
