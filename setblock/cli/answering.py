@@ -383,11 +383,8 @@ def _read_prompt(
     if messages is not None:
         return _read_messages(messages)
     if file is not None:
-        try:
-            with reading("--prompt-file", file):
-                text = _without_break(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--prompt-file {file} is not UTF-8: {error}") from error
+        with reading("--prompt-file", file):
+            text = _without_break(file.read_text(encoding="utf-8"))
         if not text:
             raise ValueError(f"no prompt: {file} is empty (--prompt '' is an empty prompt)")
         return text
@@ -418,13 +415,8 @@ def _read_prompt(
 
 def _read_text(option: str, file: Path) -> str:
     """What the file of an option holds; "-" is stdin."""
-    try:
+    with reading(option, file):
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {file} is not UTF-8: {error}") from None
-    except OSError as error:
-        inline = ": write what it holds into a file" if str(file)[:1] in "[{" else ""
-        raise ValueError(f"{option} {file} can't be read: {error.strerror}{inline}") from None
 
 
 def _read_schema(file: Path) -> dict[str, Any]:

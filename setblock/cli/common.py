@@ -203,8 +203,12 @@ def reading(option: str, file: str | Path) -> Iterator[None]:
     """Where the file can't be read, the error names its option. Raises: ValueError."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {file} is not UTF-8: {error}") from None
     except OSError as error:
-        raise ValueError(f"{option} {file} can't be read: {error.strerror or error}") from None
+        inline = ": write what it holds into a file" if str(file)[:1] in ("[", "{") else ""
+        why = error.strerror or error
+        raise ValueError(f"{option} {file} can't be read: {why}{inline}") from None
 
 
 def refuse_split(split: str | None, data: str, nano: str = "") -> None:
