@@ -1,12 +1,16 @@
 """Files that a kill or a full disk leaves whole, and lines of JSON that outlast a stop."""
 
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -69,3 +73,25 @@ def end_last_line(path: Path) -> None:
     if path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n"):
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")
+
+
+_LOCKS: dict[Path, FileLock] = {}  # of what this process writes
+
+
+def lock(path: Path) -> None:
+    """Keep other processes from this file or folder until this one ends.
+
+    By a file in the folder for temporary ones, which the system unlocks.
+    Raises: ValueError if another process has it.
+    """
+    place = path.resolve()
+    if place in _LOCKS:
+        return
+    digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    user = os.getuid() if hasattr(os, "getuid") else "user"  # Windows: the folder is a user's own
+    own = FileLock(Path(tempfile.gettempdir()) / f"setblock-{user}-{digest}.lock", timeout=0)
+    try:
+        own.acquire()
+    except Timeout:
+        raise ValueError(f"another command is writing to {path}") from None
+    _LOCKS[place] = own

@@ -23,7 +23,7 @@ from setblock.corpus import (
 )
 from setblock.data import prepare
 from setblock.estimate import describe, estimate
-from setblock.files import let_read, whole_or_empty
+from setblock.files import let_read, lock, whole_or_empty
 from setblock.loading import DTYPES, load, place_of
 from setblock.model import Model
 from setblock.names import lasting
@@ -54,7 +54,8 @@ def finetune(
     Effects: a signal stops the run after its step, with a checkpoint; while the model answers, at
     once, with signals.Stopped.
     Raises: ValueError for a field that there is none of or a value it can't take, for data that
-    can't be read and for an output folder that holds a run already; ModelError for the model. All
+    can't be read and for an output folder that holds a run already, or that another process writes
+    to; ModelError for the model. All
     before anything is trained.
     """
     facts = new_record()  # of the code that is running, whatever happens to the files meanwhile
@@ -62,6 +63,8 @@ def finetune(
     config = parse_config(run, arguments)
     if config.process_index:  # the first rank speaks for all
         say = lambda line: None  # noqa: E731
+    else:
+        lock(run.output_dir)
     checkpoint = last_checkpoint(run.output_dir, run.resume, say)
     names = run.split, run.prompt_field, run.completion_field
     settings = settings_of_run(run, config)

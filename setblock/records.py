@@ -1,7 +1,6 @@
 """Records of measurements: where they come from, and the samples behind them, safe on disk."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from setblock import imported
-from setblock.files import end_last_line, lines_of, write_whole
+from setblock.files import end_last_line, lines_of, lock, write_whole
 
 
 def new_record() -> dict[str, Any]:
@@ -75,7 +73,7 @@ class Journal:
         self.record |= {"request": request, "results": results}
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if path is not None:
-            _lock(path)
+            lock(path)
         if resume:
             if path is None:
                 raise ValueError("resume: no record to go on with: it needs --out FILE")
@@ -169,28 +167,6 @@ class Journal:
                 )
             seen.add(key)
             self._samples.setdefault(key[0], []).append(sample)
-
-
-_LOCKS: dict[Path, FileLock] = {}  # of records that this process writes
-
-
-def _lock(path: Path) -> None:
-    """Keep other processes from this record until this one ends.
-
-    By a file in the folder for temporary ones, which the system unlocks.
-    Raises: ValueError if another process has it.
-    """
-    place = path.resolve()
-    if place in _LOCKS:
-        return
-    digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
-    user = os.getuid() if hasattr(os, "getuid") else "user"  # Windows: the folder is a user's own
-    lock = FileLock(Path(tempfile.gettempdir()) / f"setblock-{user}-{digest}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"another command is writing to {path}") from None
-    _LOCKS[place] = lock
 
 
 def _named(record: dict[str, Any]) -> str:

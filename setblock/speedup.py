@@ -14,7 +14,7 @@ from setblock.adapters import no_chain
 from setblock.corpus import check_beside_own, fitting, make_up_prompts, training_rows
 from setblock.data import prepare
 from setblock.evaluate import Form
-from setblock.files import write_whole
+from setblock.files import lock, write_whole
 from setblock.finetune import finetune
 from setblock.loading import load
 from setblock.model import Model
@@ -62,6 +62,7 @@ def learn(
     """
     words = with_recipe(words)
     config = parse_config(run, words)  # what is wrong in the words, before minutes of prompts
+    lock(run.output_dir)
     most = run.own_prompts if len(run.data) == 1 and run.own_prompts else None
     _check_number(held_out, most)
     files = [run.output_dir / OWN_FOLDER / name for name in (LEARNED, HELD_OUT)]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -372,6 +374,28 @@ def test_all_weights_of_a_folded_adapter_are_trained(
     weights = dict(after.network.named_parameters())
     for name, weight in before.network.named_parameters():
         assert not torch.equal(weight, weights[name]), name
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(
+    checkpoint, rows, tmp_path, monkeypatch, capsys
+) -> None:
+    """By whatever path it is named; and not once that process has ended."""
+    folder, base = tmp_path / "out", checkpoint("llama")
+    script = "from pathlib import Path\nfrom setblock.files import lock\n"
+    script += f"lock(Path({str(folder)!r}))\nprint(1, flush=True)\ninput()\n"
+    words = ["--model", base, "--data", rows, "--output-dir", tmp_path / "x" / ".." / "out"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "1\n"
+        for command in ("train", "speedup"):
+            with pytest.raises(SystemExit):
+                run(monkeypatch, command, *words)
+            assert one_line(capsys).endswith(f"error: another command is writing to {words[-1]}")
+        other.communicate("\n")
+    assert not folder.exists()
+    assert train(monkeypatch, capsys, *words)["steps"] == 3
 
 
 def test_a_model_that_could_not_be_saved_is_refused_first(
