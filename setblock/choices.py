@@ -8,9 +8,8 @@ import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from setblock.fields import Refused, shown
+from setblock.fields import MOST_CHOICES, Refused, shown
 
-MOST_PROMPTS = 256  # of one request
 KINDS = "a text, a list of texts, a list of token ids or a list of such lists"
 
 
@@ -24,6 +23,10 @@ class Prompts(str):
 
     each: Sequence[str | list[int]]
 
+    def named(self) -> list[tuple[str, str | list[int]]]:
+        """(how a refusal names it, the prompt) of each."""
+        return [(_place(index, self.each), one) for index, one in enumerate(self.each)]
+
 
 def prompts_of(given: Any, vocab_size: int) -> str:
     """The field `prompt` of a request: a text, or Prompts.
@@ -32,12 +35,13 @@ def prompts_of(given: Any, vocab_size: int) -> str:
     """
     if isinstance(given, str):
         return given
-    if not given:
-        raise Refused("prompt", f"must be {KINDS}, got an empty list")
-    alone = not isinstance(given[0], str | list)
-    each = [given] if alone else given
+    if not given or type(given[0]) not in (str, list, int):
+        raise Refused("prompt", f"must be {KINDS}, got {shown(given)}")
+    each = [given] if type(given[0]) is int else given
+    if len(each) > MOST_CHOICES:
+        raise Refused("prompt", f"may be {MOST_CHOICES} prompts at most, got {len(each)}")
     for index, one in enumerate(each):
-        place = "prompt" if alone else f"prompt[{index}]"
+        place = _place(index, each)
         if type(one) is not type(each[0]):
             kind = "a text" if isinstance(each[0], str) else "a list of token ids"
             raise Refused(place, f"must be {kind} like those before it, got {shown(one)}")
@@ -45,9 +49,11 @@ def prompts_of(given: Any, vocab_size: int) -> str:
             if type(id) is not int or not 0 <= id < vocab_size:
                 allowed = f"must be of token ids in 0..{vocab_size - 1}"
                 raise Refused(place, f"{allowed}, got {shown(id)}")
-    if len(each) > MOST_PROMPTS:
-        raise Refused("prompt", f"may be {MOST_PROMPTS} prompts at most, got {len(each)}")
     return Prompts(each)
+
+
+def _place(index: int, each: Sequence[Any]) -> str:
+    return f"prompt[{index}]" if len(each) > 1 else "prompt"
 
 
 class Usage:

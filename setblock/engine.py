@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -182,16 +182,21 @@ class Engine(GenerateManager):
 
     def _answer(self, processor: Any, inputs: Any, asked: Asked, in_pieces: bool) -> Answer:
         """The answer to come; what is wrong with the request is raised here, before any forward."""
+        self.settle(processor, inputs, asked)
         model, ids = processor.model, inputs["input_ids"][0].tolist()
-        if not asked.settled:
-            asked.settled.append(self._settled(model, ids, asked, processor.form))
-        [settled] = asked.settled
-        if isinstance(settled, Refused):
-            raise settled
-        settings, grammar, among = settled
+        [(settings, grammar, among)] = asked.settled
         in_pieces |= bool(settings.stop)
         number = next(self._numbers)
         return Answer(number, ids, model, settings, asked.row, in_pieces, grammar, among)
+
+    def settle(self, processor: Any, inputs: Any, asked: Asked) -> None:
+        """Effects: `asked.settled` is there. Raises: Refused for what is wrong with the request."""
+        if not asked.settled:
+            ids = inputs["input_ids"][0].tolist()
+            asked.settled.append(self._settled(processor.model, ids, asked, processor.form))
+        [settled] = asked.settled
+        if isinstance(settled, Refused):
+            raise settled
 
     def _settled(
         self, model: Model, ids: list[int], asked: Asked, form: dict[str, Any]
@@ -267,11 +272,15 @@ class Engine(GenerateManager):
                 _fail(job, error)
 
     def _admit(self) -> None:
-        """Have those begin who may, one for each batch."""
+        """Have those begin who may, one for each batch: of the requests with the fewest answers
+        under way, the one that came first.
+        """
         while self._waiting and len(self._jobs) < self.most:
-            job = self._waiting[0]
+            under_way = Counter(job.asked.left for job in self._jobs.values())
+            job = min(list(self._waiting), key=lambda job: under_way[job.asked.left])
             if job.asked.left.is_set():
-                _fail(self._waiting.popleft(), Refused(*LEFT))
+                self._waiting.remove(job)
+                _fail(job, Refused(*LEFT))
                 continue
             try:
                 job.began = time.perf_counter()
@@ -280,7 +289,7 @@ class Engine(GenerateManager):
                 self._jobs[job.answer.row] = job
             except Exception as error:
                 _fail(job, error)
-            self._waiting.popleft()
+            self._waiting.remove(job)
 
     def _begin(self, answer: Answer) -> bool:
         """Whether the answer begins, in a batch of its like or in one of its own."""
@@ -391,9 +400,7 @@ def _fail(job: Job, error: BaseException) -> None:
     # A form of the answer that turns out to be too much on the way is the request's.
     if isinstance(error, ValueError) and (refused := _refusal(error, job.asked)).field in FORMS:
         told = refused
-    if isinstance(told, Refused):
-        told_answers.info("no answer: %s", told)
-    else:
+    if not isinstance(told, Refused):
         logger.error("an answer failed", exc_info=error)
     told.__context__ = told.__cause__ = told.__traceback__ = None  # these would hold its batch
     job.fail(told)

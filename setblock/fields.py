@@ -64,7 +64,7 @@ ELSEWHERE = {
 LARGEST = 2**63  # integers are below it, as seeds are
 # What may still become a stop text is looked for at every length of every one of them.
 MOST_STOPS, LONGEST_STOP = 16, 1_000
-MOST_CHOICES = 64  # answers to one prompt
+MOST_CHOICES = 256  # answers to one request
 
 NO_SUCH_MODEL, TOO_LONG = "model_not_found", "context_length_exceeded"  # the protocol's words
 

@@ -29,6 +29,7 @@ from setblock.calls import Hearing, templated
 from setblock.choices import Prompts, as_events, interleaved, prompts_of, together
 from setblock.engine import MOST_ANSWERS, Engine, Failed, State, why
 from setblock.fields import (
+    MOST_CHOICES,
     NO_SUCH_MODEL,
     OPTIONS,
     TEXTS_OF_MESSAGE,
@@ -58,7 +59,6 @@ from setblock.settings import MOST_LOGPROBS
 logger = logging.getLogger(__name__)
 
 TEXT = {"type": "text"}  # the format of an answer, unless a request says another
-PROCESSOR, INPUTS, ASKED = 1, 3, 4  # among what handlers pass on to their own methods
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 
 
@@ -138,39 +138,74 @@ class Answers:
         count = body.get("n", 1)
         return Asked(options, limit, told_ids, fields, count, usage=usage, left=GONE.get())
 
-    def _streaming(self, request_id: str, *args: Any, **given: Any) -> StreamingResponse:
-        answers, asked = _each(request_id, args), args[ASKED]
+    def _streaming(
+        self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
+        gen_config: Asked, *args: Any, **given: Any,
+    ) -> StreamingResponse:  # fmt: skip
+        answers = self._each(request_id, processor, inputs, gen_config)
         one, streams = super()._streaming, []  # type: ignore[misc]
 
         def leave() -> None:
-            asked.left.set()
-            for id, _ in answers:
+            gen_config.left.set()
+            for id, *_ in answers:
                 self.generation_state.engine.done.pop(id, None)
 
         try:
-            for id, own in answers:
-                streams.append(one(id, *own, **given).body_iterator)
+            for id, hearer, ids, asked in answers:
+                response = one(id, model, hearer, model_id, ids, asked, *args, **given)
+                streams.append(response.body_iterator)
         except Exception:
             leave()  # those before it are of no use
             raise
         if len(answers) == 1:
             return Events(_then_done(streams[0]), leave)
-        merged = interleaved(request_id, streams, asked.choices, asked.usage)
+        merged = interleaved(request_id, streams, gen_config.choices, gen_config.usage)
         return Events(_then_done(merged), leave)
 
-    async def _non_streaming(self, request_id: str, *args: Any, **given: Any) -> JSONResponse:
-        answers, asked = _each(request_id, args), args[ASKED]
-        tasks = [asyncio.ensure_future(self._one(id, *own, **given)) for id, own in answers]
+    async def _non_streaming(
+        self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
+        gen_config: Asked, *args: Any, **given: Any,
+    ) -> JSONResponse:  # fmt: skip
+        tasks = [
+            asyncio.ensure_future(
+                self._one(id, model, hearer, model_id, ids, asked, *args, **given)
+            )
+            for id, hearer, ids, asked in self._each(request_id, processor, inputs, gen_config)
+        ]
         try:
             bodies = await asyncio.gather(*tasks)
         except Exception:
-            asked.left.set()  # the others are of no use
+            gen_config.left.set()  # the others are of no use
             for task in tasks:
                 task.cancel()
             raise
         if len(bodies) > 1:
-            return JSONResponse(together(request_id, bodies, asked.choices))
+            return JSONResponse(together(request_id, bodies, gen_config.choices))
         return JSONResponse(bodies[0])
+
+    def _each(
+        self, request_id: str, processor: Any, inputs: Any, asked: Asked
+    ) -> list[tuple[str, Any, Any, Asked]]:
+        """(id, processor, inputs, what is asked) of each answer to a request.
+
+        Raises: Refused for what is wrong with any of them.
+        """
+        prompts = inputs["input_ids"]
+        prompts = prompts if isinstance(prompts, list) else [prompts]
+        several = len(prompts) * asked.choices > 1
+        usage = None if several else asked.usage  # of several it is put together
+        found: list[tuple[str, Any, Any, Asked]] = []
+        for number, ids in enumerate(prompts):
+            place = f"[{number}]" if len(prompts) > 1 else ""
+            own = replace(asked, settled=[], place=place, usage=usage)
+            given = transformers.BatchEncoding({"input_ids": ids})
+            self.generation_state.engine.settle(processor, given, own)
+            for _ in range(asked.choices):
+                row = len(found)
+                id = f"{request_id}-{row}" if several else request_id
+                hearer = processor.another() if row else processor
+                found.append((id, hearer, given, replace(own, row=row)))
+        return found
 
     async def _one(self, request_id: str, *args: Any, **given: Any) -> dict[str, Any]:
         """The body of a response with one answer."""
@@ -186,16 +221,16 @@ class Answers:
         if isinstance(piece := given.get("content", given.get("text")), Failed):
             return as_events([_body(piece.refused or piece)])
         line = super()._build_chunk_sse(request_id, *args, **given)  # type: ignore[misc]
+        chunk = json.loads(line.removeprefix("data: "))
+        chunk["choices"][0].setdefault("finish_reason", None)
         if isinstance(piece, Piece):
-            chunk = json.loads(line.removeprefix("data: "))
             chunk["choices"][0]["logprobs"] = self.told_of(piece.tokens)
-            return as_events([chunk])
         told = self.generation_state.engine.done.get(request_id)
         if given.get("usage") is None or told is None:
-            return line
+            return as_events([chunk])
         del self.generation_state.engine.done[request_id]
         apart = told.pop("apart")
-        chunk = _telling(json.loads(line.removeprefix("data: ")), told)
+        chunk = _telling(chunk, told)
         if apart is None:
             return as_events([chunk])
         usage = {"choices": [], "usage": chunk.pop("usage")}
@@ -310,15 +345,19 @@ class Completions(Answers, CompletionHandler):
     def check(self, body: dict[str, Any]) -> None:
         if "prompt" not in body:
             raise Refused("prompt", "must be a text or a list of them, and is missing")
-        body["prompt"] = prompts_of(body["prompt"], self.model_manager.model.vocab_size)
+        prompts = prompts_of(body["prompt"], self.model_manager.model.vocab_size)
+        body["prompt"] = prompts
+        count = len(prompts.each) if isinstance(prompts, Prompts) else 1
+        if count * (choices := body.get("n", 1)) > MOST_CHOICES:
+            most = MOST_CHOICES // count
+            raise Refused("n", f"must be in 1..{most} with {count} prompts, got {choices}")
         if "max_completion_tokens" in body:
             raise Refused("max_completion_tokens", "is not supported, only max_tokens")
 
     def texts(self, body: dict[str, Any]) -> dict[str, list[str]]:
         if not isinstance(prompt := body["prompt"], Prompts):
             return {"prompt": [prompt]}
-        texts = [one if isinstance(one, str) else "" for one in prompt.each]
-        return {f"prompt[{index}]": [text] for index, text in enumerate(texts)}
+        return {place: [one] for place, one in prompt.named() if isinstance(one, str)}
 
     def logprobs(self, body: dict[str, Any]) -> int | None:
         return body.get("logprobs")
@@ -449,25 +488,6 @@ def _telling(body: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     """The answer, or the last chunk of its stream, with what the engine tells of it."""
     cached = {"prompt_tokens_details": {"cached_tokens": told.pop("cached_tokens")}}
     return {**body, "usage": {**body["usage"], **cached}, "setblock": told}
-
-
-def _each(request_id: str, args: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """(id, arguments of a handler) of each answer to a request."""
-    prompts, asked = args[INPUTS]["input_ids"], args[ASKED]
-    prompts = prompts if isinstance(prompts, list) else [prompts]
-    several = len(prompts) * asked.choices > 1
-    usage = None if several else asked.usage  # of several it is put together
-    found = []
-    for number, ids in enumerate(prompts):
-        place = f"[{number}]" if len(prompts) > 1 else ""
-        of_prompt = replace(asked, settled=[], place=place, usage=usage)
-        for _ in range(asked.choices):
-            row, own = len(found), list(args)
-            own[PROCESSOR] = args[PROCESSOR].another()
-            own[INPUTS] = transformers.BatchEncoding({"input_ids": ids})
-            own[ASKED] = replace(of_prompt, row=row)
-            found.append((f"{request_id}-{row}" if several else request_id, own))
-    return found
 
 
 def _body(told: Any, status: int = 500) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Served:
         """The ids of a plain prompt; of Prompts a list of theirs."""
         found: Any
         if isinstance(text, Prompts):
-            found = [self._ids(f"prompt[{n}]", one) for n, one in enumerate(text.each)]
+            found = [self._ids(place, one) for place, one in text.named()]
         else:
             found = self._ids("prompt", text)
         return transformers.BatchEncoding({"input_ids": found})

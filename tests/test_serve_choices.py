@@ -1,7 +1,11 @@
 """Several answers to one request: to each of its prompts, and several to each."""
 
+import asyncio
 import json
 import re
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,6 +14,7 @@ import pytest
 from servers import QUESTIONS, chat, client_of, complete, refused, serving
 
 from setblock import generation, running
+from setblock.choices import as_events, interleaved
 from setblock.generation import generate
 from setblock.serve import build
 
@@ -110,13 +115,12 @@ def test_in_a_stream(address, path, usage, logprobs):
     if usage:
         assert chunks.pop()["choices"] == []
     assert "setblock" not in chunks[-1]
-    order = []
     for choice in whole["choices"]:
         own = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == choice["index"]]
-        order += [n for n, one in enumerate(chunks) if one["choices"][0] in own]
         pieces = [(one["delta"].get("content") if of_chat else one["text"]) or "" for one in own]
         assert "".join(pieces) == (choice["message"]["content"] if of_chat else choice["text"])
         assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert all(one["finish_reason"] is None for one in own[:-1]), "there, as it is OpenAI's"
         assert own[-1]["setblock"]["token_ids"] == choice["setblock"]["token_ids"]
         assert not any("setblock" in one for one in own[:-1])
         if logprobs:
@@ -124,8 +128,60 @@ def test_in_a_stream(address, path, usage, logprobs):
             parts = [one["logprobs"][place] for one in own if one.get("logprobs")]
             assert sum(map(len, parts)) == len(choice["logprobs"][place])
     assert len(whole["choices"]) == (2 if of_chat else 6)
-    assert len(order) == len(chunks)
-    assert order != sorted(order), "one after the other"
+    assert {one["choices"][0]["index"] for one in chunks} == set(range(len(whole["choices"])))
+
+
+def test_pieces_come_as_they_are_there():
+    """In one stream, whichever answer they are of; what is left open ends with it."""
+    ended: list[str] = []
+
+    async def answer(name: str, pauses: list[asyncio.Event]) -> AsyncIterator[str]:
+        try:
+            for number, pause in enumerate(pauses):
+                await pause.wait()
+                choice = {"index": 0, "text": f"{name}{number}"}
+                yield as_events([{"id": name, "choices": [choice]}])
+        finally:
+            ended.append(name)
+
+    async def heard() -> list[Any]:
+        a, b = ([asyncio.Event() for _ in range(3)] for _ in range(2))
+        found = []
+        stream: Any = interleaved("id", [answer("a", a), answer("b", b)], 1, None)
+        for pause in (b[0], a[0], a[1], b[1]):
+            pause.set()
+            found.append(json.loads((await anext(stream)).removeprefix("data: ")))
+        await stream.aclose()
+        await asyncio.sleep(0)
+        return found
+
+    found = asyncio.run(heard())
+    choices = [one["choices"][0] for one in found]
+    told = [(one["index"], one["text"]) for one in choices]
+    assert told == [(1, "b0"), (0, "a0"), (0, "a1"), (1, "b1")]
+    assert {one["id"] for one in found} == {"id"}
+    assert sorted(ended) == ["a", "b"]
+
+
+def test_a_request_of_many_answers_leaves_room_for_others(nano):
+    """One of a second request begins before the first one's last."""
+    app = build(nano, "nano", most=2)
+    many = {"prompt": ["2 + 2"] * 12, "max_tokens": 40, "ignore_eos": True, "mode": "ntp"}
+    order: list[str] = []
+
+    def ask(address: str, name: str, body: dict[str, Any]) -> None:
+        httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        order.append(name)
+
+    with serving(app) as address, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, address, "many", many)
+        route: Any = app.router.routes[0]
+        engine = route.endpoint.__closure__[0].cell_contents.generation_state.engine
+        while not engine._jobs:
+            time.sleep(0.01)
+        pool.submit(ask, address, "one", {**many, "prompt": "1 + 1"}).result()
+        first.result()
+    assert order == ["one", "many"]
 
 
 def test_a_stream_of_which_one_fails_ends(nano, monkeypatch):

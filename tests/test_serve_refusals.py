@@ -12,8 +12,8 @@ from setblock.loading import load
 from setblock.serve import build
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"n": 0}, "n must be in 1..64, got 0"),
-    ({"n": 65}, "n must be in 1..64, got 65"),
+    ({"n": 0}, "n must be in 1..256, got 0"),
+    ({"n": 257}, "n must be in 1..256, got 257"),
     ({"n": True}, "n must be an integer, got True"),
     ({"best_of": 3}, "best_of is not"),
     ({"presence_penalty": "low"}, "presence_penalty must be a number, got 'low'"),
@@ -96,35 +96,56 @@ def test_what_is_not_supported_is_named(address, fields, message, stream):
         assert error["param"].split(".")[0] in named or len(field) > 100
 
 
+KINDS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists, got "
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt must be a text, a list of texts, a list of token ids or a list of such lists"),
-        ([1.5], "prompt must be of token ids in 0..1023, got 1.5"),
-        ([True], "prompt must be of token ids in 0..1023, got True"),
+        ([], KINDS),
+        (
+            [1.5],
+            KINDS,
+        ),
+        ([True, 5], KINDS),
+        ([None, "a"], KINDS),
+        (
+            [{"a": 1}],
+            KINDS,
+        ),
+        ([5, True], "prompt must be of token ids in 0..1023, got True"),
         ([5, 1024], "prompt must be of token ids in 0..1023, got 1024"),
         ([5, -1], "prompt must be of token ids in 0..1023, got -1"),
         ([10**400], "prompt must be of token ids in 0..1023, got 10000"),
         ([5, [5]], "prompt must be of token ids in 0..1023, got [5]"),
-        ([None], "prompt must be of token ids in 0..1023, got None"),
-        ([{"a": 1}], "prompt must be of token ids in 0..1023, got {'a': 1}"),
+        ([[None]], "prompt must be of token ids in 0..1023, got None"),
         ([[5], [6, "a"]], "prompt[1] must be of token ids in 0..1023, got 'a'"),
         (["a", [5]], "prompt[1] must be a text like those before it, got [5]"),
         ([[5], "a"], "prompt[1] must be a list of token ids like those before it, got 'a'"),
         (["a"] * 257, "prompt may be 256 prompts at most, got 257"),
         (["a", "\ud800"], r"prompt must be Unicode text, got the lone surrogate '\ud800'"),
         ([[5], []], "prompt[1] is empty"),
+        ([[]], "prompt is empty"),
+        (["a" * 10**6], "prompt must fit into the model's context of 1024 tokens"),
+        ([[5] * 1024], "prompt has 1024 tokens"),
         (["2 + 2", "a" * 10**6], "prompt[1] must fit into the model's context of 1024 tokens"),
         ([[5], [5] * 1024], "prompt[1] has 1024 tokens"),
         (["2 + 2", "1 2 " * 600], "prompt[1] "),
     ],
 )
-def test_prompts_that_are_none(address, prompt, message, stream):
+def test_prompts_that_can_not_be_answered(address, prompt, message, stream):
     error = refused(address, {"prompt": prompt, "stream": stream, "max_tokens": 4})
     assert error["message"].startswith(message)
     assert error["param"] == message.split(" ", 1)[0]
     assert "prompt 0" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_has_so_many_answers_at_most(address, stream):
+    body = {"prompt": ["a"] * 100, "n": 3, "stream": stream}
+    error = refused(address, body)
+    assert error["message"] == "n must be in 1..2 with 100 prompts, got 3"
 
 
 @pytest.mark.parametrize(

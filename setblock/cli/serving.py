@@ -277,6 +277,7 @@ def _logging(quiet: bool) -> dict[str, Any]:
     told = copy.deepcopy(LOGGING_CONFIG)
     for form in told["formatters"].values():
         form["fmt"] = f"%(asctime)s {form['fmt']}"
+        form["use_colors"] = err.is_terminal and not err.no_color
     told["handlers"]["access"]["stream"] = "ext://sys.stderr"
     level = "WARNING" if quiet else "INFO"
     answers = {"handlers": ["default"], "level": level, "propagate": False}
