@@ -19,6 +19,19 @@ from setblock.generation import generate
 from setblock.serve import build
 
 
+@pytest.fixture
+def second_fails(monkeypatch) -> None:
+    """Of each request, the second answer, at its end."""
+    finish = running._finish
+
+    def broken(state: Any, slot: int, answer: Any, *given: Any) -> Any:
+        if answer.noise == 1:
+            raise RuntimeError("no text")
+        return finish(state, slot, answer, *given)
+
+    monkeypatch.setattr(running, "_finish", broken)
+
+
 @pytest.mark.parametrize("mode", ["ntp", "sbd", "verified"])
 def test_they_are_the_rows_of_generate(client, nano, mode):
     how: Any = {"mode": mode, "temperature": 4.0, "seed": 7}
@@ -184,16 +197,8 @@ def test_a_request_of_many_answers_leaves_room_for_others(nano):
     assert order == ["one", "many"]
 
 
-def test_a_stream_of_which_one_fails_ends(nano, monkeypatch):
+def test_a_stream_of_which_one_fails_ends(nano, second_fails):
     """With an error, and then nothing."""
-    finish = running._finish
-
-    def broken(state: Any, slot: int, answer: Any, *given: Any) -> Any:
-        if answer.noise == 1:
-            raise RuntimeError("no text")
-        return finish(state, slot, answer, *given)
-
-    monkeypatch.setattr(running, "_finish", broken)
     app = build(nano, "nano")
     body = {"prompt": SEVERAL, "max_tokens": 9, "stream": True, "mode": "ntp"}
     with serving(app) as address, client_of(address) as client:
@@ -250,16 +255,8 @@ def test_a_form_is_refused_once_for_all(client, address, monkeypatch):
     assert len(count) == 1
 
 
-def test_where_one_fails_all_do(nano, monkeypatch):
+def test_where_one_fails_all_do(nano, second_fails):
     """And the others go on for nobody."""
-    finish = running._finish
-
-    def broken(state: Any, slot: int, answer: Any, *given: Any) -> Any:
-        if answer.noise == 1:
-            raise RuntimeError("no text")
-        return finish(state, slot, answer, *given)
-
-    monkeypatch.setattr(running, "_finish", broken)
     app = build(nano, "nano")
     with serving(app) as address, client_of(address) as client:
         with pytest.raises(openai.InternalServerError, match="no text"):
