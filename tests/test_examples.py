@@ -211,7 +211,7 @@ def test_structured_answers_of_a_server(tmp_path, monkeypatch):
     assert [one["fitting_share"] for one in lines] == [0, 0, 1, 1]
     assert all(one["answer_s"] >= one["median_forward_s"] > 0 for one in lines)
     assert [one["settings"]["mode"] for one in lines] == ["ntp", "verified"] * 2
-    assert "| schema | verified | 100% |" in table
+    assert "| schema | verified | 100.0% |" in table
     refused = lambda *_, **__: httpx.Response(400, text="no such model")  # noqa: E731
     monkeypatch.setattr(script.httpx, "post", refused)
     with pytest.raises(typer.BadParameter, match="400: no such model"):
