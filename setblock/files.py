@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole, and lines of JSON that outlast a stop."""
+"""Files that a kill leaves whole, lines of JSON that outlast a stop, and one writer at a time."""
 
 import hashlib
 import json

@@ -55,8 +55,7 @@ def finetune(
     once, with signals.Stopped.
     Raises: ValueError for a field that there is none of or a value it can't take, for data that
     can't be read and for an output folder that holds a run already, or that another process writes
-    to; ModelError for the model. All
-    before anything is trained.
+    to; ModelError for the model. All before anything is trained.
     """
     facts = new_record()  # of the code that is running, whatever happens to the files meanwhile
     del facts["results"]
