@@ -49,11 +49,13 @@ class Gate:
 
     None: none of them. With more than one row, all tokens are told of.
     whole: each token told of is noisy, known of a single row alone.
+    few: up to how many tokens are a loop's, compiled for a CPU; none in kernels for any number.
     lock: held by the thread whose forward it is.
     """
 
     noisy: torch.Tensor | None = None
     whole: bool = False
+    few: int = FEW
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[type["Gate"], tuple]:
@@ -77,7 +79,7 @@ class Down(torch.nn.Module):
         noisy = gate.noisy.reshape(-1, 1)
         tokens = hidden.reshape(-1, hidden.shape[-1])[-len(noisy) :]
         # For a few tokens a loop of the compiler's is quicker than a library's call.
-        if loops(tokens):
+        if loops(tokens, gate.few):
             thin = (tokens[:, :, None].float() * self.weight).sum(dim=1)
         else:
             thin = torch.mm(tokens.to(self.weight.dtype), self.weight)
@@ -116,7 +118,7 @@ class Addition(torch.nn.Module):
         """`result`, to which the additions of noisy tokens were added in place."""
         thin = self.product(hidden, gate)[:, self.thin]
         flat = result.view(-1, result.shape[-1])[-len(thin) :]
-        if loops(flat) and self.up.dtype.itemsize < 4:
+        if loops(flat, gate.few) and self.up.dtype.itemsize < 4:
             flat += (thin[:, :, None] * self.up).sum(dim=1)
         elif flat.dtype == self.up.dtype:
             flat.addmm_(thin, self.up)
@@ -136,11 +138,11 @@ def share(additions: list[Addition]) -> None:
         end += rank
 
 
-def loops(tokens: Tensor) -> bool:
+def loops(tokens: Tensor, few: int) -> bool:
     """Whether so few tokens are being compiled for a CPU: loops of the compiler's, which read what
     they need, are quicker there than a library's calls for thin products.
     """
-    return torch.compiler.is_compiling() and tokens.device.type == "cpu" and len(tokens) <= FEW
+    return torch.compiler.is_compiling() and tokens.device.type == "cpu" and len(tokens) <= few
 
 
 def to_compile(network: Any) -> None:

@@ -355,7 +355,7 @@ def test_a_signal_ends_the_answers_under_way(number):
             "--batch-size is for engine transformers: -- --max-num-seqs 4 is vLLM's",
         ),
         (["--engine", "vllm", "--pack", "off"], "--pack is for engine transformers"),
-        (["--engine", "vllm", "--compile", "on"], "--compile is for engine transformers"),
+        (["--engine", "vllm", "--compile", "graphs"], "--compile must be off, kernels or on"),
         (["--engine", "fast"], "Invalid value for '--engine'"),
     ],
 )

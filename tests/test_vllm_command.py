@@ -86,6 +86,29 @@ def test_on_cuda_the_backend_is_one_that_takes_both_kinds_of_requests(run, ran, 
     assert "--attention-backend" not in ran[2]
 
 
+@pytest.mark.parametrize(
+    ("cuda", "typed", "graphs"),
+    [
+        (False, ["--compile", "kernels"], "NONE"),
+        (False, ["--compile", "on"], "NONE"),
+        (True, ["--compile", "kernels"], "NONE"),
+        (True, ["--compile", "on"], "PIECEWISE"),
+    ],
+)
+def test_compiled(run, ran, monkeypatch, cuda, typed, graphs):
+    """A whole forward as one graph would hold one kind of attention."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    run("serve", "nano", "--engine", "vllm", *typed)
+    for own in (["--compilation-config", "{}"], ["-cc.mode", "0"], ["--compilation_config={}"]):
+        run("serve", "nano", "--engine", "vllm", *typed, "--", *own)
+        assert ran[-1][-len(own) :] == own
+        assert "cudagraph_mode" not in " ".join(ran[-1]), "theirs is taken"
+    words = ran[0]
+    assert json.loads(after(words, "--compilation-config")) == {"cudagraph_mode": graphs}
+    assert not any("--enforce-eager" in words for words in ran)
+
+
 def test_every_option(run, ran, checkpoint, environments):
     folder = checkpoint("qwen3", free_rows=3)
     result = run(

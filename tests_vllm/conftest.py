@@ -133,9 +133,11 @@ def _thinking(nano: Path, place: Path) -> Path:
     return place
 
 
-def _write_adapter(place: Path, base: Path, method: str, chain_width: int) -> None:
+def _write_adapter(
+    place: Path, base: Path, method: str, chain_width: int = 0, rank: int = 4
+) -> None:
     model = load(str(base), dtype="float32")
-    adapted = attach(model.network, str(base), method, 3, 4, 8, chain_width=chain_width)
+    adapted = attach(model.network, str(base), method, 3, rank, 8, chain_width=chain_width)
     for weight in adapted.parameters():
         if weight.requires_grad:  # as made, what an adapter adds is nothing
             torch.nn.init.normal_(weight, std=0.2)
@@ -157,7 +159,10 @@ def model(folder) -> Callable[[str], Model]:
 
 @pytest.fixture(scope="session")
 def engine(folder) -> Iterator[Callable[..., Any]]:
-    """engine(kind, **settings): a vLLM of that checkpoint; the last one is kept."""
+    """engine(kind, **settings): a vLLM of that checkpoint; the last one is kept.
+
+    compiled: vLLM's compilation_config; without one, nothing is compiled.
+    """
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     running: dict[str, Any] = {}
@@ -183,11 +188,14 @@ def engine(folder) -> Iterator[Callable[..., Any]]:
             overrides["setblock"]["fused"] = fused = settings.pop("fused", False)
             if fused:
                 settings["async_scheduling"] = False
+            compiled = settings.pop("compiled", None)
+            if compiled is not None:
+                settings["compilation_config"] = compiled
             given = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
             running[key] = LLM(
                 model=str(folder(base)),
                 dtype="float32",
-                enforce_eager=True,
+                enforce_eager=compiled is None,
                 disable_log_stats=False,
                 hf_overrides={**overrides, "canvas_length": 16, "mask_token_id": 3},
                 diffusion_config={"canvas_length": 32 if fused else 16},

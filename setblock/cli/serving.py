@@ -22,9 +22,9 @@ from setblock.cli.common import (
     warm_up,
 )
 from setblock.cli.options import (
+    MACHINE,
     BlockSizeOption,
     Compile,
-    CompileOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -140,7 +140,16 @@ def serve(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: CompileOption = Compile.off,
+    compile: Annotated[
+        Compile,
+        typer.Option(
+            "--compile",
+            help="kernels: decode in kernels that torch.compile makes before the server answers, "
+            "which takes a minute or more on a CPU. graphs: replay forwards of torch's own kernels "
+            "as CUDA graphs; engine transformers alone. on: kernels, on a GPU as graphs.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = Compile.off,
     pack: PackOption = None,
     api_key: Annotated[
         str | None,
@@ -194,8 +203,7 @@ def serve(
             from setblock.vllm.command import command
 
         ours = {"--device": device, "--json": as_json, "--pack": pack}
-        ours |= {"--compile": compile is not Compile.off, "--quiet": quiet}
-        ours["--prompt-cache"] = prompt_cache is not None
+        ours |= {"--quiet": quiet, "--prompt-cache": prompt_cache is not None}
         if name := next((name for name, value in ours.items() if value), None):
             raise ValueError(f"{name} is for engine transformers")
         if batch_size is not None:
@@ -204,7 +212,8 @@ def serve(
         more = ["--host", host, "--port", str(port), *(words or ())]
         settings = {**given, "mask_token_id": mask_token_id, "dtype": dtype and dtype.value}
         settings["mode"] = mode and mode.value
-        program = command(model_name, settings, allow_untrained, more, adaptive, fused is not False)
+        how = adaptive, fused is not False, compile.value
+        program = command(model_name, settings, allow_untrained, more, *how)
         # Diffusion models run on vLLM's second model runner alone.
         own = {"VLLM_USE_V2_MODEL_RUNNER": "1", **({"VLLM_API_KEY": api_key} if api_key else {})}
         os.execve(program[0], program, {**os.environ, **own})  # does not come back

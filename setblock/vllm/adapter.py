@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import (  # pyright: ignore[reportMissingImports]
+    CompilationMode,
+    get_current_vllm_config,
+)
 from vllm.distributed import (  # pyright: ignore[reportMissingImports]
     get_tensor_model_parallel_world_size,
 )
@@ -70,6 +74,28 @@ def with_adapter(
         return weights, network.setblock_gate, None
     joining = Joining(adapted.chain.to(own.device, own.dtype), model, network)
     return weights, network.setblock_gate, joining
+
+
+def where_compiled(model: Any, gate: Gate) -> Tensor | None:
+    """Room to say of every token of a forward whether it is noisy, [most, 1], where vLLM compiles
+    the network: kernels and graphs read it at one address. None where it does not.
+
+    Effects: vLLM's caches of what it compiled know what hangs on the network.
+    """
+    config = get_current_vllm_config()
+    if config.compilation_config.mode == CompilationMode.NONE:
+        return None
+    hanging = [
+        (name, [tuple(weight.shape) for weight in hook.parameters()])
+        for name, layer in model.named_modules()
+        for hook in layer._forward_hooks.values()
+        if isinstance(hook, Additions)
+    ]
+    gate.few = 0
+    # Of this they make their keys; of the adapter it holds the name alone.
+    model.config.setblock_additions = repr(hanging)
+    most, device = config.scheduler_config.max_num_batched_tokens, next(model.parameters()).device
+    return torch.zeros(most, 1, dtype=torch.bool, device=device)
 
 
 def _hang(model: Any, network: Any, own: Tensor) -> None:

@@ -22,6 +22,7 @@ from setblock.vllm.requests import hindrance_to_sliding
 # FlashAttention does in its version 4 alone, FlashInfer in none.
 BACKEND = "TRITON_ATTN"
 CHOOSES_BACKEND = ("--attention-backend", "--attention-config", "-ac")  # vLLM's own words for it
+CHOOSES_GRAPHS = ("--compilation-config", "-cc")
 
 
 def command(
@@ -31,19 +32,26 @@ def command(
     more: Sequence[str] = (),
     adaptive: bool | None = None,
     fused: bool = False,
+    compile: str = "off",
 ) -> list[str]:
     """What to run. vLLM reads a checkpoint itself, and of an adapter the base.
 
     settings: mode, solver, block_size, slide, mask_token_id and dtype, where the checkpoint's own
     shall not hold.
     more: words for vLLM's own command line; where they choose no attention backend, ours is added
-    on CUDA.
+    on CUDA, and where they say nothing of what is compiled, that its graphs leave out attention.
     adaptive: blocks are as wide as pays under the load at hand, see `adaptive`: all, none, or by
     default those of requests that say the same then.
     fused: the forward that commits a block begins the next one, and mode verified has its drafts
     from branches unless `settings` name a solver.
+    compile: off, kernels, or on: kernels, replayed as graphs on CUDA.
     Raises: ModelError; ValueError for a bad setting; ImportError without vLLM.
     """
+    if compile not in ("off", "kernels", "on"):
+        raise ValueError(
+            f"--compile must be off, kernels or on with engine vllm, whose graphs are of kernels, "
+            f"got {compile}"
+        )
     if find_spec("vllm") is None:
         raise ImportError(
             "vLLM is not installed: pip install '.[vllm]' in the checkout, or make vllm-env"
@@ -124,13 +132,20 @@ def command(
             }
         ),
     }
-    if torch.cuda.is_available() and torch.version.cuda and not _choose_backend(more):
+    cuda = bool(torch.cuda.is_available() and torch.version.cuda)
+    if cuda and not _any_of(CHOOSES_BACKEND, more):
         words["--attention-backend"] = BACKEND
+    if compile == "off":
+        more = ["--enforce-eager", *more]
+    elif not _any_of(CHOOSES_GRAPHS, more):
+        graphs = "PIECEWISE" if cuda and compile == "on" else "NONE"
+        words["--compilation-config"] = json.dumps({"cudagraph_mode": graphs})
     if fused:
         more = ["--no-async-scheduling", *more]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", whole]
-    return [*server, *(word for pair in words.items() for word in pair), "--enforce-eager", *more]
+    return [*server, *(word for pair in words.items() for word in pair), *more]
 
 
-def _choose_backend(more: Sequence[str]) -> bool:
-    return any(word.replace("_", "-").startswith(CHOOSES_BACKEND) for word in more)
+def _any_of(names: tuple[str, ...], more: Sequence[str]) -> bool:
+    """Whether these words for vLLM's command line have an option of these names."""
+    return any(word.replace("_", "-").startswith(names) for word in more)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import envs  # type: ignore
 from vllm.utils.torch_utils import async_tensor_h2d  # pyright: ignore[reportMissingImports]
 from vllm.v1.worker.gpu.attn_utils import (  # pyright: ignore[reportMissingImports]
     build_attn_metadata,
@@ -58,8 +59,18 @@ class BlockState(ModelState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        if not self.model_config.enforce_eager:
-            raise ValueError("set block decoding on vLLM runs without CUDA graphs: --enforce-eager")
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        if graphs.has_full_cudagraphs():
+            raise ValueError(
+                "set block decoding on vLLM runs without CUDA graphs of whole forwards, which know "
+                "one kind of attention: setblock serve --compile on, or --compilation-config "
+                '\'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager'
+            )
+        if envs.VLLM_USE_BREAKABLE_CUDAGRAPH and graphs.has_piecewise_cudagraphs():
+            raise ValueError(
+                "set block decoding on vLLM has CUDA graphs of compiled kernels alone: "
+                "VLLM_USE_BREAKABLE_CUDAGRAPH must be 0, got 1"
+            )
         if vllm_config.lora_config is not None:
             raise ValueError("serve an adapter by its name, without vLLM's own --enable-lora")
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -190,7 +201,7 @@ class BlockState(ModelState):
         if (ahead := self.ahead(input_batch)).any():
             parts |= self._in_two(input_batch, ahead, block_tables)
         if self.model.gate is not None:
-            self.model.gate.noisy = self._noisy(input_batch, parts)
+            self.model.tell(self._noisy(input_batch, parts))
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_tokens=input_batch.num_tokens,
