@@ -23,7 +23,7 @@ def test_kernels(engine, model, kind):
     agree(engine(kind, compiled=KERNELS, **FUSED), model(kind), requests)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gated:llama"])
+@pytest.mark.parametrize("kind", ["llama", "gated:llama", "gated:qwen2", "gated:mistral"])
 def test_without_the_next_blocks_begun(engine, model, kind):
     agree(engine(kind, compiled=TRACED), model(kind), mixed(model(kind), 16))
 
