@@ -109,6 +109,18 @@ def test_compiled(run, ran, monkeypatch, cuda, typed, graphs):
     assert not any("--enforce-eager" in words for words in ran)
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--", "-cc.mode=3"], "-cc.mode=3 compiles nothing without --compile on or kernels"),
+        (["--compile", "on", "--", "--enforce_eager"], "can't be used with --enforce-eager"),
+    ],
+)
+def test_compiled_and_not(run, ran, typed, said):
+    assert said in run("serve", "nano", "--engine", "vllm", *typed).error
+    assert not ran
+
+
 def test_every_option(run, ran, checkpoint, environments):
     folder = checkpoint("qwen3", free_rows=3)
     result = run(

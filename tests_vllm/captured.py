@@ -10,7 +10,7 @@ from vllm.compilation.passes.utility import fix_functionalization
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, warmup
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]  # tokens of the forwards that are captured
 
@@ -74,6 +74,12 @@ def runner_of(engine: Any) -> Any:
     """vLLM's model runner in it."""
     executor = engine.llm_engine.engine_core.engine_core.model_executor
     return executor.driver_worker.worker.model_runner
+
+
+def warm_up(engine: Any) -> None:
+    """Forward requests of vLLM's own, as it does on a GPU before it captures."""
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    warmup.warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
 
 
 def capture(engine: Any) -> None:

@@ -49,6 +49,15 @@ def test_the_base_of_a_gated_adapter_says_what_it_did(engine, model):
     assert told("gated:llama") == told("llama")
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["nano", "gated:llama"])
+def test_what_vllm_warms_up_with_on_a_gpu(engine, model, kind, fused):
+    """Requests of its own, of which it forwards more tokens than they are asked to take."""
+    served = engine(kind, fused=fused)
+    captured.warm_up(served)
+    agree(served, model(kind), mixed(model(kind), 8))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU does of itself")
 def test_graphs(engine, folder, monkeypatch, tmp_path):
     """Also by kernels of a cache, which are not those of an adapter that had its name before."""
@@ -62,6 +71,7 @@ def test_graphs(engine, folder, monkeypatch, tmp_path):
         graphs = captured.Graphs
         graphs.pieces = graphs.captured = graphs.replayed = 0
         served = engine("gated:llama", compiled={"cudagraph_mode": "PIECEWISE"}, **FUSED)
+        captured.warm_up(served)
         captured.capture(served)
         assert graphs.captured == graphs.pieces * len(captured.SIZES) > 0
         reference = load(str(place), dtype="float32")

@@ -136,7 +136,11 @@ def command(
     if cuda and not _any_of(CHOOSES_BACKEND, more):
         words["--attention-backend"] = BACKEND
     if compile == "off":
+        if own := _any_of(CHOOSES_GRAPHS, more):
+            raise ValueError(f"{own} compiles nothing without --compile on or kernels")
         more = ["--enforce-eager", *more]
+    elif _any_of(("--enforce-eager",), more):
+        raise ValueError(f"--compile {compile} can't be used with --enforce-eager: leave one out")
     elif not _any_of(CHOOSES_GRAPHS, more):
         graphs = "PIECEWISE" if cuda and compile == "on" else "NONE"
         words["--compilation-config"] = json.dumps({"cudagraph_mode": graphs})
@@ -146,6 +150,6 @@ def command(
     return [*server, *(word for pair in words.items() for word in pair), *more]
 
 
-def _any_of(names: tuple[str, ...], more: Sequence[str]) -> bool:
-    """Whether these words for vLLM's command line have an option of these names."""
-    return any(word.replace("_", "-").startswith(names) for word in more)
+def _any_of(names: tuple[str, ...], more: Sequence[str]) -> str | None:
+    """The first of these words for vLLM's command line that is an option of these names."""
+    return next((word for word in more if word.replace("_", "-").startswith(names)), None)

@@ -163,7 +163,11 @@ class BlockState(ModelState):
     def prepare_inputs_embeds(self, *_: Any) -> None:
         return None
 
-    def prepare_inputs(self, *_: Any) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """Effects: what stands behind a block, of which no step takes anything, is a token: of the
+        requests that vLLM warms up with, it forwards that as well.
+        """
+        input_batch.input_ids.clamp_(min=0)
         return {}
 
     def prepare_dummy_inputs(self, *_: Any) -> dict[str, Any]:
