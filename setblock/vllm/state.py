@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import envs  # type: ignore
+from vllm.config import CompilationMode  # pyright: ignore[reportMissingImports]
 from vllm.utils.torch_utils import async_tensor_h2d  # pyright: ignore[reportMissingImports]
 from vllm.v1.worker.gpu.attn_utils import (  # pyright: ignore[reportMissingImports]
     build_attn_metadata,
@@ -59,6 +60,8 @@ class BlockState(ModelState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
+            raise ValueError("set block decoding on vLLM has no compilation mode 1, only 2 and 3")
         graphs = vllm_config.compilation_config.cudagraph_mode
         if graphs.has_full_cudagraphs():
             raise ValueError(
