@@ -76,8 +76,8 @@ def test_graphs(engine, folder, monkeypatch, tmp_path):
     place = folder("gated:llama")
     before, said = {path: path.read_bytes() for path in place.iterdir()}, []
 
-    def loaded(replayed: int) -> bool:
-        """Whether the kernels were there; replayed: how many pieces were at least."""
+    def loaded() -> bool:
+        """Whether the kernels were there."""
         graphs = captured.Graphs
         graphs.pieces = graphs.captured = graphs.replayed = 0
         served = engine("gated:llama", compiled={"cudagraph_mode": "PIECEWISE"}, **FUSED)
@@ -89,18 +89,18 @@ def test_graphs(engine, folder, monkeypatch, tmp_path):
         assert shows_blocks(requests, reference)
         agree(served, reference, requests)
         said.append([one.reference(reference) for one in requests])
-        assert graphs.replayed > replayed
+        assert graphs.replayed > graphs.captured
         found = captured.runner_of(served).model.model.was_aot_compile_fn_loaded_from_disk
         engine("nano")  # the other is over
         return found
 
     try:
-        assert not loaded(100)
+        assert not loaded()
         for rank, there in ((4, True), (6, False)):
             _write_adapter(place, folder("llama"), "gated", rank=rank)
             write_settings(place, mask_token_id=3, trained=True, block_size=16)
             assert json.loads((place / "adapter_config.json").read_text())["r"] == rank
-            assert loaded(100) is there
+            assert loaded() is there
         assert said[0] != said[1] != said[2]
     finally:
         for path, own in before.items():

@@ -22,9 +22,9 @@ from setblock.cli.common import (
     warm_up,
 )
 from setblock.cli.options import (
-    MACHINE,
     BlockSizeOption,
     Compile,
+    CompileOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -140,16 +140,7 @@ def serve(
     mask_token_id: MaskTokenOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    compile: Annotated[
-        Compile,
-        typer.Option(
-            "--compile",
-            help="kernels: decode in kernels that torch.compile makes before the server answers, "
-            "which takes a minute or more on a CPU. graphs: replay forwards of torch's own kernels "
-            "as CUDA graphs; engine transformers alone. on: kernels, on a GPU as graphs.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = Compile.off,
+    compile: CompileOption = Compile.off,
     pack: PackOption = None,
     api_key: Annotated[
         str | None,

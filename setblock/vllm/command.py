@@ -49,7 +49,7 @@ def command(
     """
     if compile not in ("off", "kernels", "on"):
         raise ValueError(
-            f"--compile must be off, kernels or on with engine vllm, whose graphs are of kernels, "
+            "--compile must be off, kernels or on with engine vllm, whose graphs are of kernels, "
             f"got {compile}"
         )
     if find_spec("vllm") is None:
